@@ -1,0 +1,61 @@
+"""The paged KV cache: one tensor per pool, one layout for every backend, so that a backend swap moves no data.
+
+Layout "lbkhsd-1": [layer, block, 2 (key, value), kv head, slot, head size]; one head's block is one contiguous run. Invariant: block 0 is
+the null block, the target of padding; nothing reads it for a result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+LAYOUT_ID = "lbkhsd-1"
+
+
+@dataclass(frozen=True, slots=True)
+class KVCacheSpec:
+    """The shape of a pool; `num_heads` is needed by backends to judge query groups."""
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    block_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block over all layers, keys and values."""
+        elements = self.num_layers * 2 * self.num_kv_heads * self.block_size * self.head_size
+        return elements * self.dtype.itemsize
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, keys and values."""
+        return self.bytes_per_block // self.block_size
+
+
+class KVCache:
+    """The pool's memory: `layer(i)` is the view [num_blocks, 2, Hkv, B, D] that backends and kernels get."""
+
+    def __init__(self, spec: KVCacheSpec, num_blocks: int, device: torch.device) -> None:
+        """Allocate `num_blocks` blocks (the null block included) of zeros, lazily committed by the system on a CPU."""
+        self.spec = spec
+        self.num_blocks = num_blocks
+        shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_size)
+        self._data = torch.zeros(shape, dtype=spec.dtype, device=device)
+
+    def layer(self, index: int) -> Tensor:
+        """Return layer `index` of the pool, [num_blocks, 2, Hkv, B, D]."""
+        return self._data[index]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy whole blocks (source, destination) in all layers; sources are read before any destination is written."""
+        if not copies:
+            return
+        source = torch.tensor([pair[0] for pair in copies], device=self._data.device)
+        destination = torch.tensor([pair[1] for pair in copies], device=self._data.device)
+        self._data[:, destination] = self._data[:, source]
