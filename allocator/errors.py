@@ -1,0 +1,80 @@
+"""Every error the allocator raises.
+
+An `AllocatorError` promises that the call which raised it has changed nothing, so a caller may
+catch it, free something and try again.
+
+    AllocatorError
+    ├── OutOfBlocks        not enough free blocks; ordinary, the scheduler preempts or waits
+    ├── StaleBlock         the block is not what the caller thinks it is (free, reused, outside the pool)
+    ├── RefCountError      more references given back than are held (double free)
+    ├── PublishConflict    a published block was to be published under another hash
+    ├── TableNotEmpty      a table that holds tokens was asked to adopt a cached prefix
+    ├── WeakHash           the injected block hash cannot keep different prefixes apart
+    ├── OutOfRange         an argument is outside its limits (also a ValueError)
+    └── InvariantBroken    `BlockPool.check` found the bookkeeping wrong: a bug in this package or its caller
+"""
+
+
+class AllocatorError(Exception):
+    """Base of all errors of this package; the raising call has changed nothing."""
+
+
+class OutOfBlocks(AllocatorError):
+    """Fewer blocks are free than the call would use up."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"{needed} free blocks are needed and {free} are left; release some and try again")
+        self.needed = needed
+        self.free = free
+
+
+class StaleBlock(AllocatorError):
+    """A block id does not name what the caller believes it names."""
+
+    def __init__(self, block_id: int, reason: str) -> None:
+        super().__init__(f"block {block_id} {reason}")
+        self.block_id = block_id
+
+
+class RefCountError(AllocatorError):
+    """More references to a block were given back than are held."""
+
+    def __init__(self, block_id: int, held: int, released: int) -> None:
+        super().__init__(f"block {block_id} has {held} references to give back and {released} were released")
+        self.block_id = block_id
+        self.held = held
+        self.released = released
+
+
+class PublishConflict(AllocatorError):
+    """A block that is already findable under one hash was published under another."""
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__(f"block {block_id} is already published under another hash; published blocks never change")
+        self.block_id = block_id
+
+
+class TableNotEmpty(AllocatorError):
+    """Only an empty table can adopt a cached prefix."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(f"a cached prefix can only be adopted by an empty table and this one has {num_tokens} tokens")
+        self.num_tokens = num_tokens
+
+
+class WeakHash(AllocatorError):
+    """The block hash given to a `PrefixCache` maps different inputs to one digest, or is too short."""
+
+
+class OutOfRange(AllocatorError, ValueError):
+    """An argument is outside its limits; `high` is None where there is no upper limit."""
+
+    def __init__(self, field: str, value: int, low: int, high: int | None = None) -> None:
+        limits = f"at least {low}" if high is None else f"between {low} and {high}"
+        super().__init__(f"{field} must be {limits} and is {value}")
+        self.field = field
+        self.value = value
+
+
+class InvariantBroken(AllocatorError):
+    """The pool's bookkeeping contradicts itself; the message says where."""

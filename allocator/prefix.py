@@ -1,0 +1,167 @@
+"""The prefix cache: name full blocks by their content and find them again.
+
+A block's hash covers its tokens, all tokens before it and the namespace, so equal hashes mean equal
+prefixes. This file computes hashes and looks them up; which block has which hash, and when a hash is
+forgotten, is the pool's business.
+
+Invariant: a hash leads to a block only after the block's KV has been computed, and never after the
+block was handed out again.
+"""
+
+import hashlib
+import os
+import sys
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from allocator.errors import AllocatorError, OutOfRange, WeakHash
+from allocator.pool import BlockPool
+
+HashBlock = Callable[[bytes, bytes], bytes]  # (parent digest, token bytes) → digest
+
+DIGEST_BYTES = 32  # 256 bits: nobody finds two prefixes with one hash, so tokens need not be compared
+TOKEN_BYTES = 4  # fixed width, so that [1, 23] and [12, 3] are different bytes
+
+
+def sha256_block(parent: bytes, tokens: bytes) -> bytes:
+    """Hash one block: `parent` is the digest of the block before it (or the namespace's root)."""
+    return hashlib.sha256(parent + tokens).digest()
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The cached blocks of a prompt's beginning, as found at one moment; nothing is held yet.
+
+    `BlockTable.adopt` turns it into held blocks and notices if any of them was reused meanwhile.
+    """
+
+    block_ids: tuple[int, ...]
+    num_tokens: int  # len(block_ids) × block size
+    num_free_hits: int  # hits that nobody holds: adopting them uses up that many free blocks
+    hashes: tuple[bytes, ...] = ()  # what each block was found under
+    num_lookup_tokens: int = 0  # how many tokens could have been found, for the hit rate
+
+
+class PrefixCache:
+    """Hash blocks, match prompts and publish computed blocks of one pool.
+
+    `secret` seeds every hash; by default it is random, so hashes of one process mean nothing to
+    another and cannot be predicted by a user. `hash_block` must be collision resistant: a digest
+    below 256 bits, or a function that fails a self-test of `_NUM_PROBES` inputs, raises `WeakHash`.
+    """
+
+    def __init__(self, pool: BlockPool, hash_block: HashBlock = sha256_block, secret: bytes | None = None) -> None:
+        _require_strong(hash_block, pool.block_size)
+        self._pool = pool
+        self._hash_block = hash_block
+        self._secret = os.urandom(DIGEST_BYTES) if secret is None else secret
+
+    @property
+    def num_cached(self) -> int:
+        """Count the blocks that can be found, held or free."""
+        return self._pool.num_findable
+
+    def block_hashes(
+        self, token_ids: Sequence[int], namespace: bytes = b"", previous: Sequence[bytes] = ()
+    ) -> list[bytes]:
+        """Return the chained hashes of all full blocks of `token_ids`, one per block, in order.
+
+        `namespace` must tell apart everything else that changes the KV: model revision, KV dtype,
+        adapter, tenant. `previous`: the hashes already known for the first blocks of these tokens in
+        this namespace; only the rest is computed and the result starts with them. Token ids are
+        unsigned 32-bit. Raises `OutOfRange`.
+        """
+        block_size = self._pool.block_size
+        num_full = len(token_ids) // block_size
+        num_known = len(previous)
+        if num_known > num_full:
+            raise OutOfRange("len(previous)", num_known, 0, num_full)
+        hashes = list(previous)
+        if num_known == num_full:
+            return hashes
+        parent = hashes[-1] if hashes else self._root(namespace)
+        tokens = _token_bytes(token_ids[num_known * block_size : num_full * block_size])
+        hash_block, stride = self._hash_block, block_size * TOKEN_BYTES
+        for start in range(0, len(tokens), stride):
+            parent = hash_block(parent, tokens[start : start + stride])
+            hashes.append(parent)
+        return hashes
+
+    def match(self, hashes: Sequence[bytes], max_tokens: int) -> Match:
+        """Find the longest cached run of blocks from the start, of at most `max_tokens` tokens.
+
+        Changes nothing, so it may be repeated while a sequence waits. Give `len(prompt) - 1`: the
+        last token must be computed to get its logits. Raises `OutOfRange`.
+        """
+        if max_tokens < 0:
+            raise OutOfRange("max_tokens", max_tokens, 0)
+        block_size = self._pool.block_size
+        find = self._pool.find
+        block_ids = []
+        for key in islice(hashes, max_tokens // block_size):
+            block = find(key)
+            if block is None:
+                break
+            block_ids.append(block)
+        return Match(
+            block_ids=tuple(block_ids),
+            num_tokens=len(block_ids) * block_size,
+            num_free_hits=self._pool.count_free(block_ids),
+            hashes=tuple(hashes[: len(block_ids)]),
+            num_lookup_tokens=max_tokens,
+        )
+
+    def publish(self, block_id: int, block_hash: bytes) -> bool:
+        """Make a full block findable, once the KV of its last slot has really been computed.
+
+        Returns whether this block is the one now found: the first publisher wins and a duplicate
+        stays private to its table. Raises `StaleBlock` when nobody holds the block.
+        """
+        return self._pool.publish(block_id, block_hash)
+
+    def clear(self) -> None:
+        """Forget every published block; tables keep what they hold."""
+        self._pool.forget_all()
+
+    def _root(self, namespace: bytes) -> bytes:
+        """Derive the parent of a first block; lengths go in front so that no two inputs read alike."""
+        root = hashlib.sha256(b"looseleaf prefix root 1\0")
+        for part in (self._secret, namespace):
+            root.update(len(part).to_bytes(8, "little"))
+            root.update(part)
+        return root.digest()
+
+
+_NUM_PROBES = 300  # more than 8 bits can keep apart, so a constant or an 8-bit hash always fails
+
+
+def _require_strong(hash_block: HashBlock, block_size: int) -> None:
+    """Refuse a hash that is too short, ignores an input, or has few values. Never a proof of strength."""
+    zero, one = bytes(DIGEST_BYTES), bytes(DIGEST_BYTES - 1) + b"\1"
+    first = bytes(block_size * TOKEN_BYTES)
+    width = block_size * TOKEN_BYTES
+    probes = {hash_block(zero, i.to_bytes(TOKEN_BYTES, "little").ljust(width, b"\0")) for i in range(_NUM_PROBES)}
+    if any(len(digest) < DIGEST_BYTES for digest in probes):
+        raise WeakHash(f"hash_block must return at least {DIGEST_BYTES} bytes")
+    if len(probes) < _NUM_PROBES:
+        raise WeakHash(
+            f"hash_block gave {_NUM_PROBES} different blocks only {len(probes)} digests: users would read each other's KV"
+        )
+    if hash_block(one, first) == hash_block(zero, first):
+        raise WeakHash("hash_block ignores the parent: equal blocks after different prefixes would be mixed up")
+
+
+def _token_bytes(token_ids: Sequence[int]) -> bytes:
+    """Encode token ids as little-endian unsigned 32-bit integers."""
+    try:
+        tokens = array("I", token_ids)
+    except OverflowError as cause:
+        worst = next(token for token in token_ids if not 0 <= token < 2 ** (8 * TOKEN_BYTES))
+        raise OutOfRange("token id", worst, 0, 2 ** (8 * TOKEN_BYTES) - 1) from cause
+    if tokens.itemsize != TOKEN_BYTES:
+        raise AllocatorError(f"this platform's unsigned int has {tokens.itemsize} bytes, {TOKEN_BYTES} are needed")
+    if sys.byteorder == "big":
+        tokens.byteswap()
+    return tokens.tobytes()

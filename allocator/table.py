@@ -1,0 +1,170 @@
+"""The block table: which block holds each position of one sequence.
+
+It grows, forks and shrinks by whole blocks and says which block copies the device must make. It
+never touches KV: the engine runs the copies before the step's writes.
+
+Invariant: a table has exactly the blocks its tokens need, and every slot it reserves lies in a
+block that it alone holds and that is not published.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from allocator.errors import OutOfBlocks, OutOfRange, StaleBlock, TableNotEmpty
+from allocator.pool import BlockPool
+from allocator.prefix import Match
+
+
+class Growth(NamedTuple):
+    """What a table gained: blocks appended at its end, and copies to run before the step's writes.
+
+    Both ends of every copy stay held until `pool.finish_copies(growth.copies)`.
+    """
+
+    new_blocks: tuple[int, ...]
+    copies: tuple[tuple[int, int], ...]  # (src, dst); dst has replaced src in the table
+
+
+NO_GROWTH = Growth((), ())
+
+
+class BlockTable:
+    """Map the positions `0 … num_tokens - 1` of a sequence to slots of the pool.
+
+    A table that is empty, be it new or released, holds nothing and may be used (again).
+    """
+
+    __slots__ = ("_block_ids", "_block_size", "_num_tokens", "_pool")
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+        self._block_size = pool.block_size
+        self._block_ids: list[int] = []
+        self._num_tokens = 0
+
+    @property
+    def block_ids(self) -> Sequence[int]:
+        """The live list of blocks, to read now; `snapshot` gives one to keep."""
+        return self._block_ids
+
+    @property
+    def num_tokens(self) -> int:
+        """Count the slots reserved, written or not."""
+        return self._num_tokens
+
+    @property
+    def num_tail_slots(self) -> int:
+        """Count the slots of the last block that no token uses."""
+        return -self._num_tokens % self._block_size
+
+    def append(self, num_tokens: int) -> Growth:
+        """Reserve slots for `num_tokens` more tokens.
+
+        If the partly filled last block is shared or published, it is replaced by a copy. Raises
+        `OutOfBlocks` (nothing changed) and `OutOfRange` for a negative count.
+        """
+        filled = self._num_tokens % self._block_size  # slots used in the last block, 0 = it is full
+        if 0 < num_tokens <= self._block_size - filled and filled and self._pool.is_writable(self._block_ids[-1]):
+            self._num_tokens += num_tokens  # the usual decode step: no new block
+            return NO_GROWTH
+        needed = self.blocks_needed(num_tokens)
+        copies = self._needs_copy(num_tokens)
+        taken = self._pool.take(needed)
+        self._num_tokens += num_tokens
+        if not copies:
+            self._block_ids += taken
+            return Growth(tuple(taken), ())
+        src, dst = self._block_ids[-1], taken[0]
+        self._pool.begin_copy(src, dst)
+        self._block_ids[-1:] = taken
+        return Growth(tuple(taken[1:]), ((src, dst),))
+
+    def blocks_needed(self, num_tokens: int, match: Match | None = None) -> int:
+        """Count the free blocks that appending would use up, the copy of a shared last block included.
+
+        With `match`: what `adopt(match, num_tokens)` would use up, hits that sit among the free
+        blocks included.
+        """
+        if num_tokens < 0:
+            raise OutOfRange("num_tokens", num_tokens, 0)
+        if match is not None:
+            num_hits = len(match.block_ids)
+            end = num_hits * self._block_size + num_tokens
+            return -(-end // self._block_size) - num_hits + self._pool.count_free(match.block_ids)
+        end = self._num_tokens + num_tokens
+        return -(-end // self._block_size) - len(self._block_ids) + self._needs_copy(num_tokens)
+
+    def adopt(self, match: Match, num_tokens: int) -> Growth:
+        """Start an empty table with the blocks of `match` and reserve `num_tokens` slots after them.
+
+        One atomic step: the hits are held first, so taking the new blocks cannot evict them. Also
+        counts the lookup for the hit rate, so sequences without a hit should come through here too.
+        Raises `TableNotEmpty`, `OutOfBlocks`, and `StaleBlock` when a matched block was reused since
+        the match (match again).
+        """
+        if self._block_ids:
+            raise TableNotEmpty(self._num_tokens)
+        pool = self._pool
+        for block, key in zip(match.block_ids, match.hashes, strict=True):
+            if pool.key_of(block) != key:
+                raise StaleBlock(block, "was reused after it was matched")
+        needed = self.blocks_needed(num_tokens, match)
+        if needed > pool.num_free:
+            raise OutOfBlocks(needed, pool.num_free)
+        for block in match.block_ids:
+            pool.touch(block)
+        num_hits = len(match.block_ids)
+        end = num_hits * self._block_size + num_tokens
+        taken = pool.take(-(-end // self._block_size) - num_hits)
+        self._block_ids = [*match.block_ids, *taken]
+        self._num_tokens = end
+        pool.record_lookup(match.num_lookup_tokens, num_hits * self._block_size)
+        return Growth(tuple(taken), ())
+
+    def fork(self) -> "BlockTable":
+        """Return a table over the same blocks; whoever first appends to a shared tail gets a copy.
+
+        Fork between steps: the child's copy of the tail runs before the next writes, so every slot
+        of the parent must have been written by a step that was launched earlier.
+        """
+        child = BlockTable(self._pool)
+        for block in self._block_ids:
+            self._pool.share(block)
+        child._block_ids = self._block_ids.copy()
+        child._num_tokens = self._num_tokens
+        return child
+
+    def truncate(self, num_tokens: int) -> None:
+        """Keep the first `num_tokens` tokens and release the blocks past them.
+
+        A block cut in half stays published if it was, so the next append copies it. Raises
+        `OutOfRange`.
+        """
+        if not 0 <= num_tokens <= self._num_tokens:
+            raise OutOfRange("num_tokens", num_tokens, 0, self._num_tokens)
+        num_blocks = -(-num_tokens // self._block_size)
+        self._pool.release(self._block_ids[num_blocks:])
+        del self._block_ids[num_blocks:]
+        self._num_tokens = num_tokens
+
+    def release(self) -> None:
+        """Give back every block; a second call finds nothing to give back and does nothing."""
+        self._pool.release(self._block_ids)
+        self._block_ids = []
+        self._num_tokens = 0
+
+    def slot(self, position: int) -> int:
+        """Return where a token's KV lives: `block_ids[position // B] * B + position % B`."""
+        if not 0 <= position < self._num_tokens:
+            raise OutOfRange("position", position, 0, self._num_tokens - 1)
+        block_size = self._block_size
+        return self._block_ids[position // block_size] * block_size + position % block_size
+
+    def snapshot(self) -> tuple[int, ...]:
+        """Copy the block ids, for a step that must not see later changes."""
+        return tuple(self._block_ids)
+
+    def _needs_copy(self, num_tokens: int) -> bool:
+        """Say whether the first of `num_tokens` new slots lies in a block this table must not write."""
+        partly_filled = self._num_tokens % self._block_size > 0
+        return num_tokens > 0 and partly_filled and not self._pool.is_writable(self._block_ids[-1])
