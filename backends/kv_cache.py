@@ -26,6 +26,17 @@ class KVCacheSpec:
     block_size: int
     dtype: torch.dtype
 
+    def faults(self) -> list[str]:
+        """Return what makes this shape impossible for any backend, by field; an empty list means nothing does."""
+        faults = [
+            f"{name} is {getattr(self, name)}; at least 1 is needed"
+            for name in ("num_layers", "num_heads", "num_kv_heads", "head_size", "block_size")
+            if getattr(self, name) < 1
+        ]
+        if not faults and self.num_heads % self.num_kv_heads:
+            faults.append(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        return faults
+
     @property
     def bytes_per_block(self) -> int:
         """Bytes of one block over all layers, keys and values."""

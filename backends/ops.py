@@ -1,0 +1,98 @@
+"""The kernels of a decoder that are not attention, behind one small protocol. Knows tensors, not layers, weights files or sequences.
+
+`TorchOps` is the definition, for any device and dtype; a faster implementation must agree with it within the rounding of the dtype.
+Invariant: sums run in float32 whatever the dtype of the tensors; only the stored result is rounded.
+
+T tokens, N width, H heads, D head size, R rotary dimensions. Inputs may be views whose rows lie further apart than their width
+(slices of a fused projection); the last dimension is always contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+Linear = Callable[[Tensor], Tensor]  # [T, K] → [T, N]
+
+
+class Ops(Protocol):
+    """What a model calls between attention layers. Used from one thread."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Prepare x @ weight.T + bias for weight [N, K]. May keep `weight` in another layout: the caller drops its own reference."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x [T, N] over its root mean square, times weight [N] (float32 or x's dtype), in x's dtype."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add x to `residual` [T, N] in place and return the norm of the (rounded) sum."""
+        ...
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Normalise each head of x [T, H, D] in place, times weight [D]."""
+        ...
+
+    def rotary_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate the pairs (i, i + R/2) of q [T, H, D] and k [T, Hkv, D] in place by cos, sin [T, R/2] float32; R ≤ D."""
+        ...
+
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Return activation(gate) * up for gate_up [T, 2I], the gate in the first half; → [T, I]."""
+        ...
+
+
+class TorchOps:
+    """Plain torch: the definition of each operation, and what runs where nothing faster exists."""
+
+    name = "torch"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Keep the weight as it is."""
+        return lambda x: functional.linear(x, weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise in float32 and round once."""
+        wide = x.float()
+        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * scale * weight.float()).to(x.dtype)
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add in the dtype of the residual stream, then normalise."""
+        return self.rms_norm(residual.add_(x), weight, eps)
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Normalise over the last dimension."""
+        x.copy_(self.rms_norm(x, weight, eps))
+
+    def rotary_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate in float32 and round once."""
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [T, 1, R/2]
+        half = cos.shape[-1]
+        for x in (q, k):
+            low, high = x[..., :half].float(), x[..., half : 2 * half].float()
+            x[..., :half] = low * cos - high * sin
+            x[..., half : 2 * half] = high * cos + low * sin
+
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Activate in float32 and round once."""
+        gate, up = gate_up.float().chunk(2, dim=-1)
+        if activation == "silu":
+            active = functional.silu(gate)
+        else:
+            active = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
+        return (active * up).to(gate_up.dtype)
+
+
+def open_ops(device: torch.device, dtype: torch.dtype) -> Ops:
+    """Return the fastest operations for `device` and `dtype`; never raises: `TorchOps` serves everything."""
+    del device, dtype  # every pair has the same answer so far
+    return TorchOps()
