@@ -75,3 +75,7 @@ def _add_options(command: argparse.ArgumentParser) -> None:
         dotted = "--" + path.replace("_", "-")
         flags = [short[path], dotted] if path in short else [dotted]
         command.add_argument(*flags, dest=path, default=None, metavar="VALUE", help=f"option {path}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
