@@ -32,7 +32,7 @@ class Tokenizer:
 
     `vocab_size`: ids below it stand for something; the model's output may be wider. `bos_id`, `adds_bos`: the token that starts
     a text, and whether plain prompts get it. `eos_ids`: all ids that end generation. `special_ids`: control tokens, absent from
-    visible text. `named_tokens`, `chat_templates`: as in the model's files.
+    visible text. `named_tokens`, `chat_templates`: as in the model's files. `encoder`: the library's tokenizer, not to be changed.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -48,7 +48,7 @@ class Tokenizer:
         self.added_tokens: Mapping[int, tokenizers.AddedToken] = added
         self.special_ids = frozenset(index for index, token in added.items() if token.special)
 
-        self._parsing = encoder
+        self.encoder = encoder
         self._literal = without_special_parsing(encoder)
         tokens: list[str | None] = [None] * self.vocab_size
         for text, index in encoder.get_vocab(with_added_tokens=True).items():
@@ -77,7 +77,7 @@ class Tokenizer:
         `add_special_tokens` prepends bos if `adds_bos`, unless the text already starts with it. An eos that some configurations
         append is not added: a prompt is a text to be continued. May take seconds for megabytes; releases the GIL.
         """
-        encoder = self._parsing if parse_special else self._literal
+        encoder = self.encoder if parse_special else self._literal
         ids: list[int] = encoder.encode(replace_lone_surrogates(text), add_special_tokens=False).ids
         if add_special_tokens and self.adds_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             ids.insert(0, self.bos_id)
