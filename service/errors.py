@@ -6,6 +6,8 @@
     │   │   └── ContextTooLong    the prompt does not fit the context or the block pool
     │   ├── UnknownModel
     │   ├── UnknownRoute
+    │   ├── Unauthorized          the API key is missing or wrong
+    │   ├── ForbiddenOrigin       a web page of another origin opens a WebSocket
     │   ├── MethodNotAllowed
     │   ├── UnsupportedMediaType
     │   └── MessageTooLarge       a body or frame above the transport's limit
@@ -75,6 +77,20 @@ class UnknownRoute(RequestError):
 
     code = "not_found"
     http_status = 404
+
+
+class Unauthorized(RequestError):
+    """The API key is missing or wrong."""
+
+    code = "invalid_api_key"
+    http_status = 401
+
+
+class ForbiddenOrigin(RequestError):
+    """A web page of an origin that is not allowed opens a WebSocket."""
+
+    code = "forbidden_origin"
+    http_status = 403
 
 
 class MethodNotAllowed(RequestError):

@@ -21,6 +21,8 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_TEMPERATURE = 2.0
 
+MAX_COUNT = 2**31 - 1  # of tokens and of token ids: what every tensor and counter further in can hold
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -32,11 +34,11 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     frequency on generated tokens, repetition on prompt and generated ones.
     """
 
-    max_tokens: Annotated[int, Meta(ge=0)] | None = None
-    min_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] | None = None
+    min_tokens: Annotated[int, Meta(ge=0, le=MAX_COUNT)] = 0
     n: Annotated[int, Meta(ge=1, le=MAX_CHOICES)] = 1
     temperature: Annotated[float, Meta(ge=0.0, le=MAX_TEMPERATURE)] = 1.0
-    top_k: Annotated[int, Meta(ge=-1)] = 0
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = 0
     top_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
     min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
     presence_penalty: Annotated[float, Meta(ge=-2.0, le=2.0)] = 0.0
@@ -47,7 +49,7 @@ class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     stop: Annotated[
         tuple[Annotated[str, Meta(min_length=1, max_length=256)], ...], Meta(max_length=MAX_STOP_STRINGS)
     ] = ()
-    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0)], ...], Meta(max_length=256)] = ()
+    stop_token_ids: Annotated[tuple[Annotated[int, Meta(ge=0, le=MAX_COUNT)], ...], Meta(max_length=256)] = ()
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True

@@ -1,0 +1,240 @@
+"""The HTTP server: health, metrics and the page, around the OpenAI routes and the WebSocket.
+
+Every error leaves as OpenAI's `{"error": {"message", "type", "param", "code"}}`, whatever raised it; no traceback does. The caller's
+`X-Request-Id` is cleaned, echoed and logged, and names nothing inside. Invariant: a handler that ends, ends its request in the engine too,
+since the runner cancels handlers whose client went away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+import socket
+from collections.abc import Awaitable, Callable, Mapping
+from importlib import resources
+
+import msgspec
+import structlog
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Middleware
+
+from service.config import Config, ServerConfig
+from service.errors import (
+    InvalidRequest,
+    LooseleafError,
+    MessageTooLarge,
+    MethodNotAllowed,
+    Unauthorized,
+    UnknownRoute,
+)
+from service.messages import EngineClient
+from service.transports.answers import RunningAnswers
+from service.transports.chat_ws import ChatSockets
+from service.transports.keys import is_key, request_key
+from service.transports.openai import OpenAIRoutes
+from service.transports.openai_types import ErrorBody, encode
+from service.transports.request_id import REQUEST_ID, clean_request_id
+from service.transports.server import listen_tcp
+
+RETRY_AFTER_S = "1"
+CONTENT_SECURITY_POLICY = (
+    "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'"
+)
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+ANSWERS: web.AppKey[RunningAnswers] = web.AppKey("answers", RunningAnswers)
+SOCKETS: web.AppKey[ChatSockets] = web.AppKey("sockets", ChatSockets)
+
+log = structlog.get_logger(__name__)
+
+
+def create_app(
+    engine: EngineClient,
+    config: Config,
+    *,
+    metrics_text: Callable[[], bytes],
+    page: Mapping[str, bytes] | None = None,
+) -> web.Application:
+    """Build the application. `metrics_text` renders Prometheus' text format; `page` maps file names to contents, by default `service.web`."""
+    server = config.server
+    answers = RunningAnswers()
+    sockets = ChatSockets(engine, server, answers)
+    app = web.Application(client_max_size=server.max_body_bytes, middlewares=[_errors, _api_key(server)])
+    app[ANSWERS] = answers
+    app[SOCKETS] = sockets
+    app.on_response_prepare.append(_add_headers)
+    app.add_routes(OpenAIRoutes(engine, server, answers).routes())
+    app.router.add_get("/ws", sockets.handle)
+    app.add_routes(_operations(engine, answers, metrics_text))
+    app.add_routes(_pages(page if page is not None else load_page()))
+    return app
+
+
+class HttpServer:
+    """The application on its port. Run `bind` before anything slow, so that a port in use is known at once."""
+
+    def __init__(self, app: web.Application, config: ServerConfig) -> None:
+        self._app = app
+        self._config = config
+        self._listener: socket.socket | None = None
+        self._site: web.SockSite | None = None
+        # Without handler_cancellation a handler that waits for the engine never learns that its client went away.
+        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+
+    @property
+    def url(self) -> str:
+        """Where the server listens, with the port that was really taken."""
+        assert self._listener is not None, "call bind first"
+        host, port = self._listener.getsockname()[:2]
+        return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+    def bind(self) -> None:
+        """Take the port; raises `StartupError`."""
+        if self._listener is None:
+            self._listener = listen_tcp(self._config.host, self._config.port)
+
+    async def start(self) -> None:
+        """Accept connections."""
+        self.bind()
+        assert self._listener is not None
+        await self._runner.setup()
+        self._site = web.SockSite(self._runner, self._listener)
+        await self._site.start()
+
+    async def drain(self, limit_s: float) -> None:
+        """Stop accepting, close what is idle, let answers end until `limit_s`, then end them with an error event."""
+        answers, sockets = self._app[ANSWERS], self._app[SOCKETS]
+        answers.is_draining = True
+        if self._site is not None:
+            await self._site.stop()
+            self._site = None
+        if self._runner.server is not None:
+            self._runner.server.pre_shutdown()  # closes idle keep-alive connections, and others after their response
+        async with asyncio.TaskGroup() as group:
+            group.create_task(answers.drain(limit_s))
+            group.create_task(sockets.drain())
+
+    async def stop(self) -> None:
+        """Close every connection; answers still running are cancelled."""
+        await self._app[SOCKETS].close()
+        await self._runner.cleanup()
+        if self._listener is not None:
+            self._listener.close()
+
+
+def load_page() -> dict[str, bytes]:
+    """Read the page's files from the package."""
+    files = resources.files("service.web").iterdir()
+    return {
+        file.name: file.read_bytes() for file in files if file.is_file() and not file.name.endswith((".py", ".pyc"))
+    }
+
+
+def error_response(error: LooseleafError) -> web.Response:
+    """Map an error to a response by its class attributes."""
+    response = web.Response(body=encode(ErrorBody.of(error)), status=error.http_status, content_type="application/json")
+    if error.retryable:
+        response.headers["Retry-After"] = RETRY_AFTER_S
+    return response
+
+
+def _operations(engine: EngineClient, answers: RunningAnswers, metrics_text: Callable[[], bytes]) -> list[web.RouteDef]:
+    async def healthz(_: web.Request) -> web.Response:
+        health = engine.health()
+        return _status(health.is_alive, health.reason)
+
+    async def readyz(_: web.Request) -> web.Response:
+        health = engine.health()
+        if answers.is_draining:
+            return _status(False, "draining")
+        return _status(health.is_alive and health.is_ready, health.reason)
+
+    async def metrics(_: web.Request) -> web.Response:
+        headers = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
+        return web.Response(body=metrics_text(), headers=headers)
+
+    async def stats(_: web.Request) -> web.Response:
+        return web.Response(body=encode(engine.stats()), content_type="application/json")
+
+    return [
+        web.get("/healthz", healthz),
+        web.get("/readyz", readyz),
+        web.get("/metrics", metrics),
+        web.get("/api/stats", stats),
+    ]
+
+
+def _status(is_good: bool, reason: str) -> web.Response:
+    body = {"status": "ok" if is_good else "unavailable", "reason": reason}
+    return web.Response(body=msgspec.json.encode(body), status=200 if is_good else 503, content_type="application/json")
+
+
+def _pages(files: Mapping[str, bytes]) -> list[web.RouteDef]:
+    def serve(name: str) -> web.RouteDef:
+        content, kind = files[name], mimetypes.guess_type(name)[0] or "application/octet-stream"
+        charset = "utf-8" if kind.startswith("text/") or kind.endswith("javascript") else None
+
+        async def handler(_: web.Request) -> web.Response:
+            headers = {"Cache-Control": "no-cache", "Content-Security-Policy": CONTENT_SECURITY_POLICY}
+            return web.Response(body=content, content_type=kind, charset=charset, headers=headers)
+
+        return web.get("/" if name == "index.html" else f"/{name}", handler)
+
+    return [serve(name) for name in sorted(files)]
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    request[REQUEST_ID] = clean_request_id(request.headers.get("X-Request-Id"))
+    try:
+        return await handler(request)
+    except LooseleafError as error:
+        return error_response(error)
+    except web.HTTPException as error:
+        return _foreign(request, error)
+    except HttpProcessingError as error:  # a body that breaks HTTP: a bad chunk, damaged compression
+        return error_response(InvalidRequest(f"the body breaks HTTP: {error.message}"))
+    except ConnectionError:
+        log.info("request.dropped", request_id=request[REQUEST_ID], path=request.path)
+        return web.Response()
+    except Exception:
+        log.exception("request.failed", request_id=request[REQUEST_ID], path=request.path)
+        return error_response(LooseleafError("internal error"))
+
+
+def _foreign(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
+    """Give aiohttp's own errors the shape of ours."""
+    if error.status == web.HTTPNotFound.status_code:
+        return error_response(UnknownRoute(f"there is no {request.path}"))
+    if isinstance(error, web.HTTPMethodNotAllowed):
+        allowed = ", ".join(sorted(error.allowed_methods))
+        response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {error.method}"))
+        response.headers["Allow"] = allowed
+        return response
+    if error.status == web.HTTPRequestEntityTooLarge.status_code:
+        return error_response(MessageTooLarge("the body is above the limit"))
+    if error.status < 400:
+        raise error
+    response = error_response(InvalidRequest(error.reason))
+    response.set_status(error.status)
+    return response
+
+
+def _api_key(config: ServerConfig) -> Middleware:
+    @web.middleware
+    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
+        is_guarded = config.api_key is not None and request.path.startswith("/v1/")
+        if is_guarded and not is_key(request_key(request), config.api_key or ""):
+            raise Unauthorized("the API key is missing or wrong; send 'Authorization: Bearer KEY'")
+        return await handler(request)
+
+    return check
+
+
+async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["X-Content-Type-Options"] = "nosniff"
+    if REQUEST_ID in request:
+        response.headers["X-Request-Id"] = request[REQUEST_ID]
