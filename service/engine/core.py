@@ -1,0 +1,456 @@
+"""The engine without I/O: requests go in, steps come out, their results go in, events come out.
+
+Time, randomness and execution belong to the caller, so any incident can be recorded and replayed. One step is in flight at a time;
+requests may be added and aborted while it is.
+
+Invariants: every request ends in exactly one `RequestFinished` or `RequestFailed`, or by `abort`; blocks touched by a step in flight are
+released only when it has been applied; a block is published only when the KV of its last slot has been computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+
+from msgspec import Struct
+
+from allocator import BlockPool, BlockTable, InvariantBroken, PrefixCache
+from service.config import SchedulerConfig
+from service.engine.batch import EntryOutput, SampledToken, SequenceId, StepBatch, StepEntry, StepOutput
+from service.engine.request import (
+    ChoiceAdvanced,
+    CoreEvent,
+    Request,
+    RequestFailed,
+    RequestFinished,
+    RequestKey,
+    RequestStarted,
+    Sequence,
+    choice_seed,
+)
+from service.engine.scheduler import Grant, Scheduler
+from service.errors import ContextTooLong, InvalidRequest, LooseleafError, NonFiniteLogits, QueueFull
+from service.messages import FinishReason, PoolUsage, SamplingParams
+
+
+class BadStepOutput(ValueError):
+    """A runner's output does not belong to the step in flight; nothing has been applied."""
+
+
+class CoreStats(Struct, frozen=True, kw_only=True):
+    """Counters since the start, and what the core holds now. `running` and `waiting` count sequences."""
+
+    running: int
+    waiting: int
+    pool: PoolUsage
+    steps: int
+    preemptions: int
+    prompt_tokens: int
+    cached_prompt_tokens: int
+    generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class _InFlight:
+    batch: StepBatch
+    grants: list[Grant]
+
+
+class EngineCore:
+    """Own every request, sequence and block. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        pool: BlockPool,
+        prefix_cache: PrefixCache | None,
+        *,
+        max_model_len: int,
+    ) -> None:
+        """`prefix_cache` None switches prefix caching off. `max_model_len`: tokens of a choice, prompt included."""
+        self._config = config
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self._max_model_len = max_model_len
+        self._scheduler = Scheduler(config, pool, prefix_cache)
+        self._requests: dict[RequestKey, Request] = {}
+        self._sequences: dict[SequenceId, Sequence] = {}
+        self._keys = count(1)
+        self._sequence_ids = count(1)
+        self._step_ids = count(1)
+        self._in_flight: _InFlight | None = None
+        self._num_steps = 0
+        self._num_prompt_tokens = 0
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that one choice may have, prompt included: the context length, or the pool if that is smaller."""
+        return min(self._max_model_len, self._pool.num_usable * self._pool.block_size)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is nothing to do and nothing under way."""
+        return not self._requests and self._in_flight is None
+
+    # ── Requests ─────────────────────────────────────────────────────────────────────────────────
+
+    def add(
+        self,
+        prompt_token_ids: tuple[int, ...],
+        sampling: SamplingParams,
+        *,
+        seed: int,
+        eos_ids: tuple[int, ...] = (),
+        priority: int = 0,
+        namespace: str = "",
+    ) -> RequestKey:
+        """Queue a request; `seed` is used where `sampling.seed` is None.
+
+        Raises `InvalidRequest` (empty prompt, `min_tokens` above `max_tokens`, more choices than run at once), `ContextTooLong`
+        (prompt, or prompt and `max_tokens`, do not fit) and `QueueFull`. A pool smaller than the context ends a choice with "length".
+        """
+        num_prompt = len(prompt_token_ids)
+        self._validate(num_prompt, sampling)
+        if self._scheduler.num_unstarted >= self._config.max_waiting:
+            raise QueueFull(f"{self._config.max_waiting} requests are waiting already; try again later")
+        max_output = self.capacity - num_prompt
+        if sampling.max_tokens is not None:
+            max_output = min(max_output, sampling.max_tokens)
+        base_seed = seed if sampling.seed is None else sampling.seed
+        request = Request(
+            key=RequestKey(next(self._keys)),
+            prompt_token_ids=prompt_token_ids,
+            sampling=sampling,
+            seeds=tuple(choice_seed(base_seed, index) for index in range(sampling.n)),
+            eos_ids=eos_ids,
+            priority=priority,
+            namespace=namespace.encode(),
+            max_total=num_prompt + max_output,
+        )
+        leader = Sequence(request, self._next_sequence_id(), 0, BlockTable(self._pool))
+        leader.num_slots = sampling.n if max_output else 1
+        request.sequences.append(leader)
+        self._requests[request.key] = request
+        self._sequences[leader.id] = leader
+        self._scheduler.enqueue(leader)
+        return request.key
+
+    def abort(self, key: RequestKey) -> bool:
+        """End a request without an event, in any state; say whether it still lived. An unknown key is no error."""
+        request = self._requests.pop(key, None)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            self._retire(sequence)
+        return True
+
+    def finish_sequence(self, sequence_id: SequenceId) -> list[CoreEvent]:
+        """End a choice because its text did (a stop string); a token in flight for it will be dropped.
+
+        Returns `RequestFinished` if it was the last one. A choice that has already ended, or is unknown, is no error.
+        """
+        sequence = self._sequences.get(sequence_id)
+        return [] if sequence is None else self._close_choices(sequence, 1)
+
+    # ── Steps ────────────────────────────────────────────────────────────────────────────────────
+
+    def schedule(self, now: float) -> StepBatch | None:
+        """Return the next step, or None when there is nothing to compute or a step is in flight. `now` in seconds."""
+        if self._in_flight is not None or not self._requests:
+            return None
+        plan = self._scheduler.schedule(now)
+        if not plan.grants:
+            # A request that nothing can be done for would hang its client: better a loud end.
+            raise InvariantBroken(f"{len(self._requests)} requests live and no token of them can be computed")
+        batch = StepBatch(
+            step_id=next(self._step_ids),
+            entries=tuple(self._entry(sequence, num_tokens) for sequence, num_tokens in plan.grants),
+            copies=tuple(plan.copies),
+        )
+        for sequence, _ in plan.grants:
+            sequence.is_in_flight = True
+        self._in_flight = _InFlight(batch, plan.grants)
+        return batch
+
+    def apply(self, output: StepOutput) -> list[CoreEvent]:
+        """Take the results of the step in flight. Raises `BadStepOutput` when they are not its results."""
+        step = self._in_flight
+        if step is None or step.batch.step_id != output.step_id:
+            raise BadStepOutput(f"step {output.step_id} is not in flight")
+        if len(output.outputs) != len(step.batch.entries):
+            raise BadStepOutput(f"{len(output.outputs)} outputs for {len(step.batch.entries)} entries")
+        for entry, result in zip(step.batch.entries, output.outputs, strict=True):
+            _require_match(entry, result)
+        self._in_flight = None
+        self._num_steps += 1
+        self._pool.finish_copies(step.batch.copies)
+        for sequence, num_tokens in step.grants:
+            sequence.is_in_flight = False
+            sequence.num_computed += num_tokens
+            self._publish(sequence)
+            if sequence.is_done:
+                sequence.table.release()
+        events: list[CoreEvent] = []
+        for (sequence, _), entry, result in zip(step.grants, step.batch.entries, output.outputs, strict=True):
+            if not sequence.is_done:
+                events += self._apply_entry(sequence, entry, result)
+        return events
+
+    def fail_step(self, step_id: int, error: LooseleafError) -> list[CoreEvent]:
+        """Fail every request of the step in flight with `error`; all others go on. Late calls for other steps do nothing."""
+        step = self._in_flight
+        if step is None or step.batch.step_id != step_id:
+            return []
+        self._in_flight = None
+        self._num_steps += 1
+        self._pool.finish_copies(step.batch.copies)
+        events: list[CoreEvent] = []
+        for sequence, _ in step.grants:
+            sequence.is_in_flight = False
+            if sequence.is_done:
+                sequence.table.release()
+        for sequence, _ in step.grants:
+            events += self._fail(sequence.request, error)
+        return events
+
+    def fail_all(self, error: LooseleafError) -> list[CoreEvent]:
+        """Fail every request with `error`; a step in flight keeps its blocks until it is applied or failed."""
+        return [event for request in list(self._requests.values()) for event in self._fail(request, error)]
+
+    # ── Looking inside ───────────────────────────────────────────────────────────────────────────
+
+    def stats(self) -> CoreStats:
+        """Return the counters; O(1)."""
+        pool = self._pool
+        return CoreStats(
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
+            pool=PoolUsage(
+                total=pool.num_usable,
+                used=pool.num_used,
+                cached=pool.num_free_findable,
+                free=pool.num_free - pool.num_free_findable,
+                shared=pool.num_shared,
+                block_size=pool.block_size,
+            ),
+            steps=self._num_steps,
+            preemptions=self._scheduler.num_preemptions,
+            prompt_tokens=self._num_prompt_tokens,
+            cached_prompt_tokens=self._num_cached_tokens,
+            generated_tokens=self._num_generated_tokens,
+        )
+
+    def check(self) -> None:
+        """Verify the bookkeeping; raise `InvariantBroken`. When idle every block must be free, cached or not."""
+        tables = {id(sequence.table): sequence.table for sequence in self._sequences.values()}
+        if self._in_flight is not None:
+            tables |= {id(sequence.table): sequence.table for sequence, _ in self._in_flight.grants}
+        self._pool.check([table.block_ids for table in tables.values()])
+        waiting, running = self._scheduler.waiting, self._scheduler.running
+        if {sequence.id for sequence in (*waiting, *running)} != set(self._sequences):
+            raise InvariantBroken("the queues and the living sequences differ")
+        if any(sequence.table.block_ids for sequence in waiting):
+            raise InvariantBroken("a waiting sequence holds blocks")
+        if self._scheduler.num_unstarted != sum(s.request.cached_tokens is None for s in waiting):
+            raise InvariantBroken("the count of requests never admitted is wrong")
+        if self.is_idle and (self._pool.num_used or self._sequences):
+            raise InvariantBroken(f"{self._pool.num_used} blocks are held and no request is left")
+
+    # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
+
+    def _validate(self, num_prompt: int, sampling: SamplingParams) -> None:
+        if num_prompt == 0:
+            raise InvalidRequest("the prompt must have at least one token", param="prompt")
+        if num_prompt >= self.capacity:
+            raise ContextTooLong(
+                f"the prompt has {num_prompt} tokens and at most {self.capacity - 1} fit "
+                f"(context {self._max_model_len} tokens, pool {self._pool.num_usable * self._pool.block_size} tokens, "
+                "one of them for the answer)",
+                param="prompt",
+            )
+        room = self._max_model_len - num_prompt
+        if sampling.max_tokens is not None and sampling.max_tokens > room:
+            raise ContextTooLong(
+                f"max_tokens is {sampling.max_tokens} and after a prompt of {num_prompt} tokens the context of "
+                f"{self._max_model_len} has room for {room}",
+                param="max_tokens",
+            )
+        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+        if sampling.min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {sampling.min_tokens} and must be at most max_tokens, {max_tokens}",
+                param="min_tokens",
+            )
+        if sampling.n > self._scheduler.max_running:
+            raise InvalidRequest(
+                f"n is {sampling.n} and at most {self._scheduler.max_running} sequences run at once",
+                param="n",
+            )
+
+    def _next_sequence_id(self) -> SequenceId:
+        return SequenceId(next(self._sequence_ids))
+
+    def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
+        request, sampling = sequence.request, sequence.request.sampling
+        start, end = sequence.num_computed, sequence.num_computed + num_tokens
+        prompt = request.prompt_token_ids
+        is_sampled = end == sequence.num_tokens and request.max_output > 0
+        if not is_sampled:
+            seeds: tuple[int, ...] = ()
+        elif sequence.num_slots > 1:
+            seeds = request.seeds
+        else:
+            seeds = (request.seeds[sequence.index],)
+        has_history = is_sampled and sampling.wants_penalties
+        return StepEntry(
+            sequence_id=sequence.id,
+            token_ids=tuple(sequence.tokens[start:end]),
+            start=start,
+            block_ids=tuple(sequence.table.block_ids[: -(-end // self._pool.block_size)]),
+            sampling=sampling,
+            seeds=seeds,
+            num_output_tokens=sequence.num_output,
+            eos_ids=request.stop_ids,
+            prompt_token_ids=prompt if has_history else None,
+            output_token_ids=tuple(sequence.tokens[len(prompt) :]) if has_history else None,
+            prompt_logprob_targets=prompt[start + 1 : end + 1] if request.lacks_prompt_logprobs else None,
+        )
+
+    def _publish(self, sequence: Sequence) -> None:
+        """Make the blocks that are now full and computed findable."""
+        num_full = sequence.num_computed // self._pool.block_size
+        if self._prefix_cache is None or sequence.num_published == num_full:
+            return
+        if len(sequence.hashes) < num_full:
+            sequence.hashes = self._prefix_cache.block_hashes(
+                sequence.tokens, sequence.request.namespace, sequence.hashes
+            )
+        block_ids = sequence.table.block_ids
+        for index in range(sequence.num_published, num_full):
+            self._prefix_cache.publish(block_ids[index], sequence.hashes[index])
+        sequence.num_published = num_full
+
+    def _apply_entry(self, sequence: Sequence, entry: StepEntry, result: EntryOutput) -> list[CoreEvent]:
+        request = sequence.request
+        if result.error is not None:
+            return self._fail(request, NonFiniteLogits(result.error))
+        if entry.prompt_logprob_targets is not None:
+            # After a preemption or a cache hit part of a block is computed again; its logprobs are known.
+            known = len(request.prompt_logprobs) - entry.start
+            request.prompt_logprobs.extend(result.prompt_logprobs[known:])
+        events: list[CoreEvent] = []
+        if not request.is_started and not request.lacks_prompt_logprobs:
+            events.append(self._start(request))
+        if entry.seeds:
+            events += self._take_samples(sequence, result.samples)
+        elif request.max_output == 0 and sequence.num_remaining == 0:
+            ends = [_ended(sequence, index) for index in range(request.sampling.n)]
+            events += [*ends, *self._close_choices(sequence, request.sampling.n)]
+        return events
+
+    def _start(self, request: Request) -> RequestStarted:
+        request.is_started = True
+        cached_tokens = request.cached_tokens or 0
+        self._num_prompt_tokens += len(request.prompt_token_ids)
+        self._num_cached_tokens += cached_tokens
+        wants_logprobs = request.sampling.prompt_logprobs is not None
+        return RequestStarted(
+            key=request.key,
+            cached_tokens=cached_tokens,
+            prompt_logprobs=tuple(request.prompt_logprobs) if wants_logprobs else None,
+        )
+
+    def _take_samples(self, leader: Sequence, samples: tuple[SampledToken, ...]) -> list[CoreEvent]:
+        """Append one token to each choice, forking those that do not exist yet first."""
+        choices = [leader]
+        if leader.num_slots > 1:
+            leader.num_slots = 1
+            # All children are forked before any of them, or the leader, gets its token.
+            for index in range(1, len(samples)):
+                child = leader.fork(self._next_sequence_id(), index)
+                self._sequences[child.id] = child
+                leader.request.sequences.append(child)
+                self._scheduler.join(child)
+                choices.append(child)
+        return [
+            event
+            for choice, sample in zip(choices, samples, strict=True)
+            for event in self._take_sample(choice, sample)
+        ]
+
+    def _take_sample(self, sequence: Sequence, sample: SampledToken) -> list[CoreEvent]:
+        request = sequence.request
+        token_id = sample.token_id
+        may_stop = sequence.num_output >= request.sampling.min_tokens
+        sequence.tokens.append(token_id)
+        request.num_output_tokens += 1
+        self._num_generated_tokens += 1
+        finish_reason: FinishReason | None = None
+        stop_reason: int | None = None
+        if may_stop and token_id in request.stop_ids:
+            finish_reason = "stop"
+            if token_id in request.sampling.stop_token_ids:
+                stop_reason = token_id
+        elif sequence.num_tokens >= request.max_total:
+            finish_reason = "length"
+        advanced = ChoiceAdvanced(
+            key=request.key,
+            sequence_id=sequence.id,
+            index=sequence.index,
+            token=sample,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+        )
+        return [advanced] if finish_reason is None else [advanced, *self._close_choices(sequence, 1)]
+
+    def _close_choices(self, sequence: Sequence, num_choices: int) -> list[CoreEvent]:
+        """Retire a sequence that ended well, and its request with the last one."""
+        request = sequence.request
+        self._retire(sequence)
+        request.num_open -= num_choices
+        if request.num_open:
+            return []
+        del self._requests[request.key]
+        return [
+            RequestFinished(
+                key=request.key,
+                num_output_tokens=request.num_output_tokens,
+                num_preemptions=request.num_preemptions,
+            )
+        ]
+
+    def _fail(self, request: Request, error: LooseleafError) -> list[CoreEvent]:
+        if not self.abort(request.key):
+            return []
+        return [RequestFailed(key=request.key, error=error, num_preemptions=request.num_preemptions)]
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Take a sequence out of every queue; its blocks follow now, or when the step in flight has been applied."""
+        if sequence.is_done:
+            return
+        sequence.is_done = True
+        del self._sequences[sequence.id]
+        self._scheduler.remove(sequence)
+        if not sequence.is_in_flight:
+            sequence.table.release()
+
+
+def _ended(sequence: Sequence, index: int) -> ChoiceAdvanced:
+    return ChoiceAdvanced(
+        key=sequence.request.key, sequence_id=sequence.id, index=index, token=None, finish_reason="length"
+    )
+
+
+def _require_match(entry: StepEntry, result: EntryOutput) -> None:
+    if result.sequence_id != entry.sequence_id:
+        raise BadStepOutput(
+            f"an output for sequence {result.sequence_id} stands where {entry.sequence_id} was asked for"
+        )
+    if result.error is not None:
+        return
+    if len(result.samples) != len(entry.seeds):
+        raise BadStepOutput(f"{len(result.samples)} samples for {len(entry.seeds)} seeds")
+    if len(result.prompt_logprobs) != len(entry.prompt_logprob_targets or ()):
+        raise BadStepOutput(f"{len(result.prompt_logprobs)} prompt logprobs where others were asked for")

@@ -1,0 +1,268 @@
+"""Decides which tokens are computed next. Knows counts and blocks, never tensors, text or time (time is an argument).
+
+Invariant: the tokens of a step never exceed the budget, and every admitted sequence can run to its end alone.
+
+Policy, in the order in which `schedule` applies it. "Before" is by rank: priority (lower first), then arrival, then choice.
+
+1. *Urgency.* If the first waiting sequence is more urgent than the last running one and has no room (slots or blocks), the last ones of
+   lesser priority are preempted, provided that this really makes room.
+2. *Decodes.* Every running sequence gets a slot for its next token. Where the pool is empty the last running one is preempted by
+   recompute, so an older sequence is never preempted for a younger one of its priority. The number of running sequences never exceeds
+   the budget, so that all decodes fit into one step.
+3. *Prefill.* The rest of the budget goes to prompts. While several wait, those longer than `long_prefill_share` of it share that part,
+   first come first served, and the short ones take the other part, so that a short prompt never waits for the whole of a long one.
+   What is left over goes to the long ones again: the cap costs nothing.
+4. *Admission* takes the blocks for all tokens a sequence has, in one step with its cache hits, if the pool then still has headroom:
+   4^k blocks of growth for it and for each running sequence, where k counts its preemptions (never more than they can use). So each
+   preemption makes the next less likely, and after log4(blocks of a sequence) of them it comes back only when all can run to their
+   end: equal requests cannot preempt each other for ever. A sequence alone needs no headroom. No one is admitted in a step that preempted.
+5. *Passing.* When the first waiting sequence lacks room, smaller ones behind it may pass: freely until PASS_LIMIT have passed or it has
+   waited PASS_AGE_S; after that only those that fit beside it in the pool at their largest, so that they cannot delay it beyond the end
+   of the sequences that run before it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import Counter
+from typing import NamedTuple
+
+from allocator import BlockPool, Match, OutOfBlocks, PrefixCache
+from service.config import SchedulerConfig
+from service.engine.request import Rank, Sequence
+
+PASS_LIMIT = 16  # sequences
+PASS_AGE_S = 2.0  # seconds
+SCAN_LIMIT = 32  # waiting sequences without room that one step looks at
+HEADROOM_BASE = 4  # blocks; to the power of the number of preemptions
+
+NO_MATCH = Match(block_ids=(), num_tokens=0, num_free_hits=0)
+
+
+class Grant(NamedTuple):
+    """The next `num_tokens` tokens of a sequence are computed in this step."""
+
+    sequence: Sequence
+    num_tokens: int
+
+
+class Plan(NamedTuple):
+    """What a step does: grants (decodes first) and the block copies that precede its writes."""
+
+    grants: list[Grant]
+    copies: list[tuple[int, int]]
+
+
+class Scheduler:
+    """Two ordered lists, of the sequences that hold blocks and of those that wait for some."""
+
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, prefix_cache: PrefixCache | None) -> None:
+        self._budget = config.token_budget
+        self._long_share = config.long_prefill_share
+        self._pool = pool
+        self._prefix_cache = prefix_cache
+        self.max_running = min(config.max_num_seqs, config.token_budget)
+        self.running: list[Sequence] = []  # both sorted by rank
+        self.waiting: list[Sequence] = []
+        self.num_unstarted = 0  # waiting sequences of requests that were never admitted
+        self.num_preemptions = 0
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence without blocks wait for its turn."""
+        insort(self.waiting, sequence, key=_rank)
+        self.num_unstarted += sequence.request.cached_tokens is None
+
+    def join(self, sequence: Sequence) -> None:
+        """Let a freshly forked choice, whose room its leader had reserved, run."""
+        insort(self.running, sequence, key=_rank)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence wherever it is; its blocks are the caller's business."""
+        if _discard(self.waiting, sequence):
+            self.num_unstarted -= sequence.request.cached_tokens is None
+        else:
+            _discard(self.running, sequence)
+
+    def schedule(self, now: float) -> Plan:
+        """Choose the tokens of the next step and reserve their slots. No step may be in flight."""
+        self._make_room_for_urgent()
+        num_preemptions = self.num_preemptions
+        copies = self._reserve_decodes()
+        may_admit = self.num_preemptions == num_preemptions
+        grants = [Grant(sequence, 1) for sequence in self.running if sequence.num_remaining == 1]
+        grants += self._prefill(self._budget - len(grants), now, may_admit)
+        return Plan(grants, copies)
+
+    # ── Running sequences ────────────────────────────────────────────────────────────────────────
+
+    def _reserve_decodes(self) -> list[tuple[int, int]]:
+        copies: list[tuple[int, int]] = []
+        position = 0
+        while position < len(self.running):  # preemption shortens the list from its end
+            sequence = self.running[position]
+            missing = sequence.num_tokens - sequence.table.num_tokens
+            try:
+                if missing:
+                    copies += sequence.table.append(missing).copies
+            except OutOfBlocks:
+                self._preempt(self.running[-1])
+            else:
+                position += 1
+        return copies
+
+    def _preempt(self, victim: Sequence) -> None:
+        """Take all blocks away, tail first; the prefix cache gives most of them back unless they are needed."""
+        self.running.remove(victim)
+        victim.table.release()
+        victim.num_computed = 0
+        victim.num_published = 0
+        victim.num_preemptions += 1
+        victim.request.num_preemptions += 1
+        self.num_preemptions += 1
+        self.enqueue(victim)
+
+    def _make_room_for_urgent(self) -> None:
+        if not self.waiting or not self.running:
+            return
+        head = self.waiting[0]
+        lesser = [s for s in self.running if s.request.priority > head.request.priority]
+        if not lesser or self._has_room(head, self._match(head)) or not self._would_have_room(head, lesser):
+            return
+        while lesser and not self._has_room(head, self._match(head)):
+            self._preempt(lesser.pop())
+
+    def _would_have_room(self, head: Sequence, lesser: list[Sequence]) -> bool:
+        """Say whether preempting all of `lesser` lets `head` in; preempting some for nothing would be a waste."""
+        staying = [s for s in self.running if s.request.priority <= head.request.priority]
+        if head.num_slots + sum(s.num_slots for s in staying) > self.max_running:
+            return False
+        pool = self._pool
+        held = Counter(block for s in lesser for block in s.table.block_ids)
+        reclaimed = sum(pool.ref_count(block) == count for block, count in held.items())
+        kept_hits = sum(pool.ref_count(block) > held[block] for block in self._match(head).block_ids)
+        needed = -(-head.num_tokens // pool.block_size) - kept_hits
+        return needed + self._headroom(head, staying) <= pool.num_free + reclaimed
+
+    # ── Prefill and admission ────────────────────────────────────────────────────────────────────
+
+    def _prefill(self, left: int, now: float, may_admit: bool) -> list[Grant]:
+        """Share `left` tokens among running and waiting sequences with more than one token to compute."""
+        prefills = [sequence for sequence in self.running if sequence.num_remaining > 1]
+        is_contended = len(prefills) + len(self.waiting) > 1
+        # Under contention a token is always left for another one.
+        cap = max(1, min(int(self._long_share * left), left - (self._long_share < 1.0))) if is_contended else left
+        long_left = cap
+        chunks: dict[Sequence, int] = {}
+
+        def grant(sequence: Sequence) -> None:
+            nonlocal left, long_left
+            chunk = min(sequence.num_remaining, left)
+            if sequence.num_remaining > cap:
+                chunk = min(chunk, max(1, long_left))
+                long_left -= chunk
+            if chunk:
+                chunks[sequence] = chunk
+                left -= chunk
+
+        for sequence in sorted(prefills, key=lambda s: s.num_remaining <= cap):  # long ones first, else by rank
+            grant(sequence)
+        blocked: Sequence | None = None
+        num_blocked = 0
+        position = 0
+        while may_admit and left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
+            if self._slots_used() >= self.max_running:
+                break
+            sequence = self.waiting[position]
+            if (blocked is None or self._may_pass(sequence, blocked, now)) and self._admit(position):
+                grant(sequence)
+                if blocked is not None:
+                    blocked.request.num_passed += 1
+                continue
+            if blocked is None:
+                blocked = sequence
+                if sequence.request.blocked_since is None:
+                    sequence.request.blocked_since = now
+            num_blocked += 1
+            position += 1
+        for sequence, chunk in chunks.items():
+            extra = min(sequence.num_remaining - chunk, left)
+            chunks[sequence] += extra
+            left -= extra
+        # A prompt with one token to compute (all others cached) is a decode in all but name.
+        return [Grant(sequence, chunk) for sequence, chunk in chunks.items()]
+
+    def _admit(self, position: int) -> bool:
+        """Give the waiting sequence at `position` all blocks it needs and let it run, or change nothing."""
+        sequence = self.waiting[position]
+        match = self._match(sequence)
+        if not self._has_room(sequence, match):
+            return False
+        sequence.table.adopt(match, sequence.num_tokens - match.num_tokens)
+        sequence.num_computed = match.num_tokens
+        sequence.num_published = len(match.block_ids)
+        request = sequence.request
+        if request.cached_tokens is None:
+            request.cached_tokens = match.num_tokens
+            self.num_unstarted -= 1
+        request.blocked_since = None
+        request.num_passed = 0
+        del self.waiting[position]
+        insort(self.running, sequence, key=_rank)
+        return True
+
+    def _match(self, sequence: Sequence) -> Match:
+        """Look for cached blocks, leaving at least one token to compute, and those whose logprobs are wanted."""
+        if self._prefix_cache is None:
+            return NO_MATCH
+        request = sequence.request
+        sequence.hashes = self._prefix_cache.block_hashes(sequence.tokens, request.namespace, sequence.hashes)
+        max_tokens = sequence.num_tokens - 1
+        if request.lacks_prompt_logprobs:
+            max_tokens = min(max_tokens, len(request.prompt_logprobs))
+        return self._prefix_cache.match(sequence.hashes, max_tokens)
+
+    def _has_room(self, sequence: Sequence, match: Match) -> bool:
+        if self._slots_used() + sequence.num_slots > self.max_running:
+            return False
+        needed = sequence.table.blocks_needed(sequence.num_tokens - match.num_tokens, match)
+        if self.running:
+            needed += self._headroom(sequence, self.running)
+        return needed <= self._pool.num_free
+
+    def _headroom(self, sequence: Sequence, running: list[Sequence]) -> int:
+        """Blocks that stay free beyond those `sequence` starts with, so that it is not preempted at once (again)."""
+        if not running:
+            return 0
+        pool = self._pool
+        each = int(HEADROOM_BASE**sequence.num_preemptions)
+        own = sequence.num_blocks_at_end(pool) - -(-sequence.num_tokens // pool.block_size)
+        return min(each * sequence.num_slots, own) + sum(min(each * s.num_slots, s.max_growth(pool)) for s in running)
+
+    def _may_pass(self, sequence: Sequence, head: Sequence, now: float) -> bool:
+        """Say whether `sequence` may be admitted although `head`, which comes before it, has no room yet."""
+        waited_s = now - (now if head.request.blocked_since is None else head.request.blocked_since)
+        if head.request.num_passed < PASS_LIMIT and waited_s < PASS_AGE_S:
+            return True
+        pool = self._pool
+        beside = [s for s in self.running if s.rank > head.rank]
+        beside.append(sequence)
+        slots = head.num_slots + sum(s.num_slots for s in beside)
+        blocks = -(-head.num_tokens // pool.block_size) + sum(s.num_blocks_at_end(pool) for s in beside)
+        each = int(HEADROOM_BASE**head.num_preemptions)
+        blocks += min(each * head.num_slots, head.num_blocks_at_end(pool) - -(-head.num_tokens // pool.block_size))
+        return slots <= self.max_running and blocks <= pool.num_usable
+
+    def _slots_used(self) -> int:
+        return sum(sequence.num_slots for sequence in self.running)
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+def _discard(ordered: list[Sequence], sequence: Sequence) -> bool:
+    position = bisect_left(ordered, sequence.rank, key=_rank)
+    if position == len(ordered) or ordered[position] is not sequence:
+        return False
+    del ordered[position]
+    return True
