@@ -79,8 +79,10 @@ class TorchOps:
         half = cos.shape[-1]
         for x in (q, k):
             low, high = x[..., :half].float(), x[..., half : 2 * half].float()
-            x[..., :half] = low * cos - high * sin
-            x[..., half : 2 * half] = high * cos + low * sin
+            # Both before either is written: in float32 `low` and `high` are views of x.
+            turned_low, turned_high = low * cos - high * sin, high * cos + low * sin
+            x[..., :half] = turned_low
+            x[..., half : 2 * half] = turned_high
 
     def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
         """Activate in float32 and round once."""
