@@ -1,0 +1,134 @@
+"""The decoder of every family: embedding, layers of attention and gated MLP, final norm, output head. Knows no files and no requests.
+
+    x ── norm ── qkv ── (head norms) ── rotary ── store_kv, run ── o ── (norm) ──┐ + residual
+    x ── norm ── gate_up ── activation · up ── down ── (norm) ───────────────────┘ + residual
+
+The norm before a block is fused with the addition before it. Invariant: `forward` keeps nothing of a step; all of a step's state is in
+its arguments, the plan and the cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backends.interface import AttentionBackend, AttentionLayer
+from backends.kv_cache import KVCache, KVCacheSpec
+from backends.ops import Linear, Ops
+from service.errors import ModelLoadError
+from service.model.config import DecoderConfig
+from service.model.layers import DecoderLayer
+from service.model.rope import RopeTable, make_rope_table
+from service.model.weights import DecoderWeights
+
+
+class Decoder:
+    """A model ready to run on one device. Used from one thread; bind a cache before the first `forward`.
+
+    T tokens of a step, N hidden size, V vocabulary rows.
+    """
+
+    def __init__(self, config: DecoderConfig, weights: DecoderWeights, ops: Ops, max_model_len: int) -> None:
+        """Pack all weights, reading `weights.layers` one at a time. Positions from `max_model_len` on cannot be computed."""
+        self.config = config
+        self.max_model_len = max_model_len
+        self.device = weights.embedding.device
+        self.dtype = weights.embedding.dtype
+        self.attention_layers: tuple[AttentionLayer, ...] = ()
+        self._ops = ops
+        self._embedding = weights.embedding
+        # Gemma's factor is rounded to the model's dtype first, as its reference does.
+        scale = config.embedding_scale
+        self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
+        kinds = tuple(dict.fromkeys(config.ropes))
+        self._ropes: tuple[RopeTable, ...] = tuple(make_rope_table(rope, max_model_len, self.device) for rope in kinds)
+        self._layers = tuple(
+            DecoderLayer(layer, kinds.index(rope), ops)
+            for layer, rope in zip(weights.layers, config.ropes, strict=True)
+        )
+        # The norm that follows a layer's last addition: the next layer's first, or the final one.
+        self._next_norms = (*(layer.attention_norm for layer in self._layers[1:]), weights.final_norm)
+        self._head: Linear = ops.pack_linear(weights.head)
+        self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+
+    def kv_cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> KVCacheSpec:
+        """Return the cache this model needs; its dtype is the model's unless given."""
+        config = self.config
+        return KVCacheSpec(
+            num_layers=config.num_layers,
+            num_heads=config.num_heads,
+            num_kv_heads=config.num_kv_heads,
+            head_size=config.head_size,
+            block_size=block_size,
+            dtype=dtype or self.dtype,
+        )
+
+    def bind_cache(self, cache: KVCache) -> tuple[AttentionLayer, ...]:
+        """Make `attention_layers`, each with its view of `cache`; raises `ModelLoadError` if the cache has another shape."""
+        config, spec = self.config, cache.spec
+        if spec != self.kv_cache_spec(spec.block_size, spec.dtype):
+            raise ModelLoadError(
+                f"the cache {spec} does not fit the model {self.kv_cache_spec(spec.block_size, spec.dtype)}"
+            )
+        self.attention_layers = tuple(
+            AttentionLayer(
+                index=index,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                head_size=config.head_size,
+                scale=config.attention_scale,
+                cache=cache.layer(index),
+                window=window,
+                soft_cap=config.attention_soft_cap,
+            )
+            for index, window in enumerate(config.windows)
+        )
+        return self.attention_layers
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, positions: Tensor, plan: Any, backend: AttentionBackend[Any]) -> Tensor:
+        """Compute one step: token_ids, positions [T] int64 → hidden states after the final norm [T, N], and their keys in the cache.
+
+        `plan` is `backend.plan(meta, self.attention_layers)` for these tokens. Positions are below `max_model_len`.
+        """
+        config, ops = self.config, self._ops
+        eps, activation, head_size, split = config.rms_norm_eps, config.activation, config.head_size, self._split
+        rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
+        num_tokens = token_ids.shape[0]
+        rotations = [(rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)) for rope in self._ropes]
+        residual = functional.embedding(token_ids, self._embedding)  # [T, N], ours to change
+        if self._embedding_scale is not None:
+            residual.mul_(self._embedding_scale)
+        attended = torch.empty((num_tokens, config.num_heads, head_size), dtype=self.dtype, device=self.device)
+        attended_flat = attended.view(num_tokens, config.num_heads * head_size)  # one buffer serves every layer
+
+        normed = rms_norm(residual, self._layers[0].attention_norm, eps)
+        for layer, attention, next_norm in zip(self._layers, self.attention_layers, self._next_norms, strict=True):
+            qkv = layer.qkv(normed).view(num_tokens, -1, head_size)  # [T, H + 2 Hkv, D]
+            q, k, v = torch.split(qkv, split, dim=1)  # three views of it
+            if layer.q_norm is not None and layer.k_norm is not None:
+                ops.rms_norm_heads_(q, layer.q_norm, eps)
+                ops.rms_norm_heads_(k, layer.k_norm, eps)
+            cos, sin = rotations[layer.rope_index]
+            ops.rotary_(q, k, cos, sin)
+            backend.store_kv(k, v, attention, plan)
+            backend.run(q, attention, plan, attended)
+            block = layer.o(attended_flat)
+            if layer.post_attention_norm is not None:
+                block = rms_norm(block, layer.post_attention_norm, eps)
+            normed = add_rms_norm(block, residual, layer.mlp_norm, eps)
+            block = layer.down(ops.act_mul(layer.gate_up(normed), activation))
+            if layer.post_mlp_norm is not None:
+                block = rms_norm(block, layer.post_mlp_norm, eps)
+            normed = add_rms_norm(block, residual, next_norm, eps)
+        return normed
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Project the rows whose logits are wanted: [R, N] → [R, V] float32, capped where the family caps."""
+        logits = self._head(hidden).float()
+        cap = self.config.logit_soft_cap
+        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
