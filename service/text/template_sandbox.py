@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _BUDGET = "render budget"  # a key with a space: no template can name it
 _MAX_REPEATED = 1_000_000
-_MAX_EXPONENT = 1_000
+_MAX_POWER_BITS = 100_000
 
 
 class TemplateRefusal(jinja2.TemplateError):
@@ -101,8 +101,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
                 is_repetition = isinstance(sequence, str | list | tuple) and isinstance(times, int)
                 if is_repetition and len(sequence) * times > _MAX_REPEATED:
                     raise BudgetExceeded(f"a value repeated to more than {_MAX_REPEATED} elements")
-        if operator == "**" and isinstance(right, int | float) and right > _MAX_EXPONENT:
-            raise BudgetExceeded(f"an exponent above {_MAX_EXPONENT}")
+        is_power = operator == "**" and isinstance(left, int) and isinstance(right, int)
+        if is_power and left.bit_length() * right > _MAX_POWER_BITS:
+            raise BudgetExceeded(f"a power of more than {_MAX_POWER_BITS} bits")
         return super().call_binop(context, operator, left, right)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:

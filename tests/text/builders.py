@@ -88,7 +88,7 @@ def gguf_of_sentencepiece(encoder: tokenizers.Tokenizer, **changes: object) -> d
     return _changed(metadata, changes)
 
 
-def gguf_of_byte_level(tokenizer_json: Path, pre: str, **changes: object) -> dict[str, object]:
+def gguf_of_byte_level(tokenizer_json: Path, pre: str | None, **changes: object) -> dict[str, object]:
     """Say a byte-level tokenizer.json in GGUF's words; `changes` replace keys under `tokenizer.ggml.` (None removes)."""
     described = json.loads(tokenizer_json.read_text(encoding="utf-8"))
     vocabulary = described["model"]["vocab"] | {token["content"]: token["id"] for token in described["added_tokens"]}
@@ -106,7 +106,7 @@ def gguf_of_byte_level(tokenizer_json: Path, pre: str, **changes: object) -> dic
         "tokenizer.ggml.eos_token_id": 2,
         "tokenizer.ggml.add_bos_token": False,
     }
-    return _changed(metadata, changes)
+    return _changed(metadata, changes if pre is not None else {**changes, "pre": None})
 
 
 def odd_lines(count: int, pick: Callable[[int], int]) -> list[str]:
