@@ -48,15 +48,17 @@ class LooseleafError(Exception):
 
 
 class RequestError(LooseleafError):
-    """The request is at fault."""
+    """The request is at fault; raised as one of the classes below."""
 
-    code = "invalid_request"
+    code = "request_error"
     http_status = 400
     ws_close = 1008
 
 
 class InvalidRequest(RequestError):
     """A field is missing, unknown, of the wrong type or out of its bounds."""
+
+    code = "invalid_request"
 
 
 class ContextTooLong(InvalidRequest):

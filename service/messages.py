@@ -9,7 +9,7 @@ Invariant: an answer is one `Started`, then any number of `Delta`s, and ends in 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Annotated, Literal, Protocol
 
 from msgspec import UNSET, Meta, Struct, UnsetType
@@ -161,6 +161,20 @@ class Delta(Struct, frozen=True, kw_only=True, tag_field="type", tag="delta"):
     logprobs: tuple[TokenLogprob, ...] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
+
+
+def merge_deltas(deltas: Iterable[Delta]) -> Delta:
+    """Join deltas of one choice, in order and at least one, into the one that says the same."""
+    pieces = list(deltas)
+    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
+    return Delta(
+        index=pieces[0].index,
+        text="".join(piece.text for piece in pieces),
+        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
+        logprobs=tuple(logprobs) if any(piece.logprobs is not None for piece in pieces) else None,
+        finish_reason=pieces[-1].finish_reason,
+        stop_reason=pieces[-1].stop_reason,
+    )
 
 
 class Finished(Struct, frozen=True, kw_only=True, tag_field="type", tag="finished"):

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 OURS = {"allocator", "backends", "service"}
-LEAVES = {"service.messages", "service.errors", "service.config", "service.metrics", "service.log"}
+LEAVES = {"service.messages", "service.errors", "service.config", "service.frames", "service.metrics", "service.log"}
 CORE = {"service.engine.request", "service.engine.batch", "service.engine.scheduler", "service.engine.core"}
 
 # Row: module prefix → (our modules it may import, third-party packages it may import). The longest matching prefix counts.
@@ -23,6 +23,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "backends.numba_ops": ({"backends"}, {"torch", "numpy", "numba", "llvmlite"}),
     "service.errors": (set(), set()),
     "service.messages": ({"service.errors"}, {"msgspec"}),
+    "service.frames": ({"service.errors", "service.messages"}, {"msgspec"}),
     "service.config": ({"service.errors"}, {"msgspec"}),
     "service.metrics": (LEAVES, {"prometheus_client", "msgspec"}),
     "service.log": (LEAVES, {"structlog", "msgspec"}),

@@ -29,10 +29,10 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
-from service.messages import Delta, EngineClient, Event, GenerateRequest, Started, Usage
+from service.messages import Delta, EngineClient, Event, GenerateRequest, Started, Usage, merge_deltas
 from service.transports.answers import RunningAnswers, open_answers
 from service.transports.fields import convert, take, take_model, take_requests, without_nulls
-from service.transports.openai_chunks import ChatChoices, CompletionChoices, Wants, merged
+from service.transports.openai_chunks import ChatChoices, CompletionChoices, Wants
 from service.transports.openai_types import Body, ErrorBody, Model, ModelList, UsageBody, encode
 from service.transports.request_id import REQUEST_ID
 from service.transports.strict_json import decode_object
@@ -214,7 +214,8 @@ async def collect(plan: Plan, events: AsyncIterator[tuple[int, list[Event]]]) ->
                 usages.append(event.usage)
     _check_finished(plan, usages)
     choices: list[Any] = [
-        plan.choices.whole(number, started[number], merged(pieces)) for (number, _), pieces in sorted(deltas.items())
+        plan.choices.whole(number, started[number], merge_deltas(pieces))
+        for (number, _), pieces in sorted(deltas.items())
     ]
     body = _body(plan, plan.choices.whole_object, choices, UsageBody.of(usages))
     if plan.wants.token_ids and isinstance(plan.choices, ChatChoices):

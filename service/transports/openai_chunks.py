@@ -5,7 +5,6 @@ A stream and a whole response go through the same code: a whole choice is the me
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Literal
 
 from msgspec import UNSET, Struct, UnsetType
@@ -148,20 +147,6 @@ class CompletionChoices:
             top_logprobs=[_top(entry) for entry in entries],
             text_offset=offsets,
         )
-
-
-def merged(deltas: Iterable[Delta]) -> Delta:
-    """Join the deltas of one choice, in order, into the one that says the same."""
-    pieces = list(deltas)
-    logprobs = [entry for piece in pieces for entry in piece.logprobs or ()]
-    return Delta(
-        index=pieces[0].index,
-        text="".join(piece.text for piece in pieces),
-        token_ids=tuple(token_id for piece in pieces for token_id in piece.token_ids),
-        logprobs=tuple(logprobs) if any(piece.logprobs is not None for piece in pieces) else None,
-        finish_reason=pieces[-1].finish_reason,
-        stop_reason=pieces[-1].stop_reason,
-    )
 
 
 def _is_invisible(delta: Delta, wants: Wants) -> bool:
