@@ -63,8 +63,8 @@ def read_gguf_vocabulary(metadata: Mapping[str, object], *, pre: str | None = No
     else:
         raise ModelLoadError(f"{_PREFIX}model is {model!r}; known are 'gpt2' and 'llama'")
 
-    encoder.add_special_tokens(_added(tokens, types, _CONTROL))
-    encoder.add_tokens(_added(tokens, types, _USER_DEFINED))
+    encoder.add_special_tokens(_added(tokens, types, (_CONTROL, _UNKNOWN), special=True))
+    encoder.add_tokens(_added(tokens, types, (_USER_DEFINED,), special=False))
     bos = _token_id(metadata, "bos_token_id", len(tokens))
     stored_adds_bos = _optional(metadata, "add_bos_token", bool)
     adds_bos = adds_bos if stored_adds_bos is None else stored_adds_bos
@@ -187,11 +187,11 @@ def _unique(tokens: list[str]) -> dict[str, int]:
     return vocabulary
 
 
-def _added(tokens: list[str], types: list[int], wanted: int) -> list[AddedToken]:
+def _added(tokens: list[str], types: list[int], wanted: tuple[int, ...], *, special: bool) -> list[AddedToken]:
     return [
-        AddedToken(token, normalized=False, special=wanted == _CONTROL)
+        AddedToken(token, normalized=False, special=special)
         for token, kind in zip(tokens, types, strict=True)
-        if kind == wanted and token
+        if kind in wanted and token
     ]
 
 

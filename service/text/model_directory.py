@@ -75,7 +75,19 @@ def read_directory(directory: Path) -> Vocabulary:
         named_tokens=named,
         chat_templates=_chat_templates(directory, config),
         fuses_unknown=bool(described.model.get("fuse_unk")) and not described.model.get("byte_fallback"),
-        shrinks_text=described.normalizer is not None,
+        shrinks_text=not _keeps_length(described.normalizer),
+    )
+
+
+def _keeps_length(normalizer: Mapping[str, object] | None) -> bool:
+    """Tell whether a normaliser only writes spaces as `▁`, as Llama's does; any other may shorten the text."""
+    if normalizer is None:
+        return True
+    steps = normalizer.get("normalizers") if normalizer.get("type") == "Sequence" else [normalizer]
+    return isinstance(steps, list) and all(
+        step.get("type") == "Prepend"
+        or (step.get("type") == "Replace" and (step.get("pattern"), step.get("content")) == ({"String": " "}, "▁"))
+        for step in steps
     )
 
 

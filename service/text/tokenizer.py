@@ -7,6 +7,9 @@ Invariant: immutable after construction and safe to share between threads.
 Special tokens written in text. `parse_special=True` (raw completions) turns them into control ids, as Hugging Face tokenizers do;
 with `parse_special=False` (chat contents) they are ordinary characters. Added tokens that the model does not mark as special
 (such as `<tool_call>`) are vocabulary, not control, and are recognised either way.
+
+`clean_up_tokenization_spaces` of tokenizer_config.json is not applied: it edits text across token borders, so that a stream could
+not equal the whole.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from service.text.surrogates import replace_lone_surrogates
 from service.text.token_bytes import build_token_bytes
 from service.text.vocabulary import Vocabulary
 
-# Unicode composition shortens UTF-8 at most this much: three conjoining jamo (9 bytes) become one Hangul syllable (3 bytes).
-_MAX_COMPOSITION = 3
+# Unicode normalisation shortens UTF-8 at most this much: a mathematical letter (4 bytes) becomes a plain one (1 byte) under NFKC.
+_MAX_SHRINKING = 4
 
 
 class Tokenizer:
@@ -156,4 +159,4 @@ def _max_bytes_per_token(table: Sequence[bytes], vocabulary: Vocabulary) -> int 
     if vocabulary.fuses_unknown or not table:
         return None
     longest = max(1, max(map(len, table)))
-    return longest * _MAX_COMPOSITION if vocabulary.shrinks_text else longest
+    return longest * _MAX_SHRINKING if vocabulary.shrinks_text else longest

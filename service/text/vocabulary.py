@@ -21,6 +21,7 @@ class Vocabulary:
     for something. `adds_bos`: whether a plain prompt starts with `bos_id`. `eos_ids`: every id that ends a text or a turn.
     `named_tokens`: `bos_token`, `eos_token`, … as chat templates know them. `chat_templates`: by name, `default` first choice.
     `fuses_unknown`: unknown text of any length may become a single token.
+    `shrinks_text`: normalisation may shorten the text before it is split.
     """
 
     encoder: tokenizers.Tokenizer
