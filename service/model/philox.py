@@ -12,32 +12,32 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-ROUNDS = 10
-MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
-KEY_STEPS = (np.uint64(0x9E3779B9), np.uint64(0xBB67AE85))
+ROUNDS = np.arange(10, dtype=np.uint64)[:, None, None]
+MULTIPLIERS = np.array([[0xD2511F53], [0xCD9E8D57]], dtype=np.uint64)
+KEY_STEPS = np.array([[0x9E3779B9], [0xBB67AE85]], dtype=np.uint64)
 LOW = np.uint64(0xFFFFFFFF)
 HALF = np.uint64(32)
 SEED_MASK = 2**64 - 1
 
-Words = tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64], npt.NDArray[np.uint64]]
+Words = npt.NDArray[np.uint64]
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return one number in [0, 1) with 53 random bits per (seed, position); seeds are taken modulo 2**64, positions are not negative."""
     key = np.array([seed & SEED_MASK for seed in seeds], dtype=np.uint64)
-    counter = np.array(positions, dtype=np.uint64)
-    zeros = np.zeros_like(counter)
-    first, second, _, _ = philox((counter & LOW, counter >> HALF, zeros, zeros), (key & LOW, key >> HALF))
-    bits = (first << HALF | second) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    position = np.array(positions, dtype=np.uint64)
+    counter = np.zeros((4, len(position)), dtype=np.uint64)
+    counter[0], counter[1] = position & LOW, position >> HALF
+    words = philox(counter, np.stack([key & LOW, key >> HALF]))
+    bits = (words[0] << HALF | words[1]) >> np.uint64(11)
+    numbers: npt.NDArray[np.float64] = bits.astype(np.float64) * 2.0**-53
+    return numbers
 
 
-def philox(counter: Words, key: tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]) -> Words:
-    """Encrypt counters [R] with keys [R]; each array holds 32-bit words in uint64, so that a product fits."""
-    a, b, c, d = counter
-    k0, k1 = key
-    for _ in range(ROUNDS):
-        left, right = MULTIPLIERS[0] * a, MULTIPLIERS[1] * c
-        a, b, c, d = (right >> HALF) ^ b ^ k0, right & LOW, (left >> HALF) ^ d ^ k1, left & LOW
-        k0, k1 = (k0 + KEY_STEPS[0]) & LOW, (k1 + KEY_STEPS[1]) & LOW
-    return a, b, c, d
+def philox(counter: Words, key: Words) -> Words:
+    """Encrypt counters [4, R] with keys [2, R] → [4, R]; the 32-bit words stand in uint64, so that a product fits."""
+    even, odd = counter[0::2], counter[1::2]  # the words that are multiplied and the others
+    for round_key in (key + ROUNDS * KEY_STEPS) & LOW:
+        product = (even * MULTIPLIERS)[::-1]
+        even, odd = (product >> HALF) ^ odd ^ round_key, product & LOW
+    return np.stack([even[0], odd[0], even[1], odd[1]])

@@ -138,7 +138,7 @@ class ModelRunner(Generic[PlanT]):
             return {}
         if len(sampled) < len(hidden):
             last_rows = [packed.row_starts[index + 1] - 1 for index in sampled]
-            hidden = hidden[torch.tensor(last_rows, device=hidden.device)]
+            hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
         chosen = self._sampler.sample(model.logits(hidden), [entries[index] for index in sampled])
         return dict(zip(sampled, chosen, strict=True))
 

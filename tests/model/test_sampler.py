@@ -50,7 +50,6 @@ def defined_choice(row: torch.Tensor, entry: StepEntry) -> list[int]:
         return [order[0]] * len(entry.seeds)
     largest = logits[order[0]]
     weights = {token_id: math.exp((logits[token_id] - largest) / params.temperature) for token_id in order}
-    is_filtered = 0 < params.top_k < len(order) or params.top_p < 1.0
     if 0 < params.top_k < len(order):
         order = order[: params.top_k]
     total = sum(weights[token_id] for token_id in order)
@@ -60,9 +59,7 @@ def defined_choice(row: torch.Tensor, entry: StepEntry) -> list[int]:
             break
         kept.append(token_id)
         mass += weights[token_id]
-    kept = [token_id for token_id in kept if weights[token_id] >= params.min_p]
-    if not is_filtered:
-        kept.sort()
+    kept = sorted(token_id for token_id in kept if weights[token_id] >= params.min_p)
     running = np.cumsum([weights[token_id] for token_id in kept])
     numbers = uniforms(entry.seeds, [entry.seq_len] * len(entry.seeds))
     return [kept[int(np.searchsorted(running, number * running[-1], side="right"))] for number in numbers]
@@ -89,7 +86,7 @@ def rows_and_entries(draw: st.DrawFn) -> tuple[torch.Tensor, list[StepEntry]]:
                 start=draw(st.integers(0, 5000)),
                 seeds=draw(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=3)),
                 temperature=draw(st.sampled_from([0.0, 1e-12, 1e-5, 1e-3, 0.3, 0.8, 1.0, 2.0])),
-                top_k=draw(st.sampled_from([0, -1, 1, 2, 7, 50, 127, 128, 129, 299, 300, 301, 9_999_999])),
+                top_k=draw(st.sampled_from([0, -1, 1, 2, 7, 50, 127, 255, 256, 257, 299, 300, 301, 9_999_999])),
                 top_p=draw(SHARES),
                 min_p=draw(st.sampled_from([0.0, 0.01234, 0.31, 1.0])),
                 repetition_penalty=draw(st.sampled_from([0.5, 1.3, 2.0])) if has_penalties else 1.0,
@@ -154,10 +151,18 @@ def test_top_p_is_exact_however_many_candidates_it_needs(spread: float) -> None:
     assert sample(logits, *entries) == [defined_choice(row, entry) for row, entry in zip(logits, entries, strict=True)]
 
 
+@pytest.mark.parametrize("more", [{}, {"top_p": 0.9123}, {"top_k": 300}, {"min_p": 0.1}])
+def test_a_wide_head_draws_as_one_that_has_only_the_valid_ids(more: dict[str, float]) -> None:
+    """MDL-07: also when every row of the step is drawn."""
+    logits = random_logits(5, vocab=1000, spread=1.0)
+    entries = [make_entry(seeds=range(20), start=row, **more) for row in range(5)]
+    assert sample(logits, *entries, num_valid_ids=900) == sample(logits[:, :900], *entries)
+
+
 def test_ids_tied_across_the_end_of_the_candidates_are_taken_in_id_order() -> None:
     logits = torch.zeros(1, 1000)
     logits[0, 900] = 1.0
-    for top_k in (2, 127, 128, 129, 500):
+    for top_k in (2, 127, 255, 256, 257, 500):
         entry = make_entry(seeds=range(300), top_k=top_k, temperature=2.0)
         chosen = sample(logits, entry)
         assert set(chosen[0]) <= {900, *range(top_k - 1)}
@@ -217,9 +222,8 @@ def test_philox_gives_the_published_known_answers() -> None:
         ),
     ]
     for counter, key, expected in cases:
-        a, b, c, d = (np.array([word], np.uint64) for word in counter)
-        k0, k1 = (np.array([word], np.uint64) for word in key)
-        assert tuple(int(word[0]) for word in philox((a, b, c, d), (k0, k1))) == expected
+        words = philox(np.array(counter, np.uint64)[:, None], np.array(key, np.uint64)[:, None])
+        assert tuple(words[:, 0].tolist()) == expected
 
 
 def test_uniform_numbers_lie_below_one_and_take_seeds_of_either_sign() -> None:
