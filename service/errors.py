@@ -13,6 +13,7 @@
     │   └── MessageTooLarge       a body or frame above the transport's limit
     ├── ServiceError              the service is at fault or busy
     │   ├── QueueFull             the waiting queue is at its bound; try again later
+    │   ├── Loading               the service has started and its model is not ready yet
     │   ├── Draining              the service is shutting down
     │   ├── EngineDead            the engine stopped after a fault; the process is about to end
     │   ├── StepFailed            the step that computed this request raised; neighbours in other steps go on
@@ -126,6 +127,15 @@ class QueueFull(ServiceError):
 
     code = "queue_full"
     http_status = 429
+    ws_close = 1013
+    retryable = True
+
+
+class Loading(ServiceError):
+    """The model is still being loaded and warmed up."""
+
+    code = "loading"
+    http_status = 503
     ws_close = 1013
     retryable = True
 

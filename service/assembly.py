@@ -1,0 +1,137 @@
+"""Builds what serves a model from a configuration: files, weights, pool, backend, runner, text layer, engine core.
+
+Slow and blocking; runs on the step thread, which from then on owns every object that touches the device. Invariant: whatever cannot work
+raises `StartupError` here, and what is returned has already computed a step of every kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from allocator import BlockPool, PrefixCache
+from backends.errors import BackendError
+from backends.interface import DeviceInfo
+from backends.kv_cache import KVCache
+from backends.ops import open_ops
+from backends.registry import Selection, select_backend
+from service.config import Config
+from service.engine.async_engine import EngineInfo
+from service.engine.core import EngineCore
+from service.errors import BackendUnavailable
+from service.model.fetch import BUILTIN_MODELS, resolve_model
+from service.model.loading import LoadedModel, load_model
+from service.model.pool_size import free_memory, size_pool
+from service.model.runner import ModelRunner
+from service.text import ChatTemplate, Tokenizer
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A model ready to be served. `runner` belongs to the thread that built it, the rest to the event loop."""
+
+    runner: ModelRunner[Any]
+    core: EngineCore
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    eos_ids: frozenset[int]
+    info: EngineInfo
+    refusals: dict[str, list[str]]  # backends that were preferred and could not run, with their reasons
+
+
+def assemble(config: Config, report: Report) -> Assembly:
+    """Build everything; `report` gets one line a phase. Raises `StartupError`."""
+    device = available_device(config)
+    if config.backend.threads is not None:
+        torch.set_num_threads(config.backend.threads)  # by default torch takes the physical cores it may use
+    path = resolve_model(config.model.path, report=report)
+    report(f"loading {path.name}")
+    model = load_model(
+        path,
+        ops=open_ops(device.torch_device, _dtype(config)),
+        dtype=config.model.dtype,
+        device=device.torch_device,
+        max_model_len=config.model.max_model_len,
+    )
+    tokenizer, template = _text_layer(model, config)
+    spec = model.decoder.kv_cache_spec(config.cache.block_size)
+    try:
+        selection: Selection = select_backend(config.backend.name, spec, device)
+    except BackendError as error:
+        raise BackendUnavailable(str(error)) from error
+    size = size_pool(
+        config.cache,
+        spec,
+        free_memory_bytes=_free_bytes(device),
+        declared_len=model.max_model_len,
+        requested_len=config.model.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+    )
+    runner: ModelRunner[Any] = ModelRunner(
+        model.decoder,
+        selection.backend,
+        KVCache(spec, size.num_blocks, device.torch_device),
+        num_valid_ids=min(tokenizer.vocab_size, model.config.vocab_size),
+        max_model_len=size.max_model_len,
+    )
+    runner.warm_up(report)
+    pool = BlockPool(size.num_blocks, config.cache.block_size)
+    core = EngineCore(
+        config.scheduler,
+        pool,
+        PrefixCache(pool) if config.cache.prefix_caching else None,
+        max_model_len=size.max_model_len,
+    )
+    info = EngineInfo(
+        model=served_name(config),
+        backend=selection.backend.name,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=device.kind,
+    )
+    return Assembly(
+        runner=runner,
+        core=core,
+        tokenizer=tokenizer,
+        template=template,
+        eos_ids=model.eos_ids | tokenizer.eos_ids,
+        info=info,
+        refusals=selection.refusals,
+    )
+
+
+def available_device(config: Config) -> DeviceInfo:
+    """Return the device that `backend.device` names, the best one there is for "auto"; raises `BackendUnavailable`."""
+    wanted = config.backend.device
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return DeviceInfo(kind="cpu")
+    if not torch.cuda.is_available():
+        raise BackendUnavailable("backend.device is cuda and torch sees no CUDA device here")
+    return DeviceInfo(kind="cuda", index=0, capability=torch.cuda.get_device_capability(0))
+
+
+def served_name(config: Config) -> str:
+    """Return the name under which clients ask for the model: the one given, else the last part of its path."""
+    path = config.model.path
+    return config.model.served_name or (path if path in BUILTIN_MODELS else Path(path).name.removesuffix(".gguf"))
+
+
+def _text_layer(model: LoadedModel, config: Config) -> tuple[Tokenizer, ChatTemplate]:
+    source = model.tokenizer_source
+    tokenizer = Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf_metadata(source)
+    override = Path(config.model.chat_template) if config.model.chat_template else None
+    return tokenizer, ChatTemplate.load(tokenizer, override=override)
+
+
+def _dtype(config: Config) -> torch.dtype:
+    """The dtype the operations will mostly see; "auto" is nearly always bfloat16."""
+    return torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
+
+
+def _free_bytes(device: DeviceInfo) -> int:
+    return int(torch.cuda.mem_get_info(device.index)[0]) if device.kind == "cuda" else free_memory()
