@@ -112,10 +112,9 @@ def take_sampling(fields: dict[str, Any], *, is_chat: bool, echo: bool) -> Sampl
     if echo and "logprobs" in values:
         values.setdefault("prompt_logprobs", values["logprobs"])
     sampling: SamplingParams = convert(values, SamplingParams)
+    limit = "max_tokens" if alias is None else "max_completion_tokens"
     if sampling.max_tokens == 0 and not echo and sampling.prompt_logprobs is None:
-        raise InvalidRequest(
-            "max_tokens: 0 needs 'echo' or 'prompt_logprobs', else there is no answer", param="max_tokens"
-        )
+        raise InvalidRequest(f"{limit}: 0 needs 'echo' or 'prompt_logprobs', else there is no answer", param=limit)
     if sampling.max_tokens is not None and sampling.min_tokens > sampling.max_tokens:
         raise InvalidRequest(
             f"min_tokens: {sampling.min_tokens} is above max_tokens {sampling.max_tokens}", param="min_tokens"

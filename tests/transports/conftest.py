@@ -6,6 +6,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -15,6 +16,7 @@ from openai import AsyncOpenAI
 
 from service.config import Config, ServerConfig
 from service.transports.http import HttpServer, create_app
+from service.transports.rpc import RpcServer
 from tests.transports.fake_engine import FakeEngine
 
 PAGE = {"index.html": b"<!doctype html><title>t</title>", "chat.js": b"//", "chat.css": b"body{}"}
@@ -67,6 +69,22 @@ async def serving(engine: FakeEngine | None = None, **options: object) -> AsyncI
 async def running() -> AsyncIterator[Running]:
     async with serving() as server:
         yield server
+
+
+@asynccontextmanager
+async def rpc_serving(engine: FakeEngine, address: str, **options: object) -> AsyncIterator[RpcServer]:
+    """Serve `engine` over RPC with these server options."""
+    server = RpcServer(engine, msgspec.convert({"rpc": address, **options}, ServerConfig))
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return f"unix:{tmp_path / 'l.sock'}" if request.param == "unix" else "tcp:127.0.0.1:0"
 
 
 def events_of(text: str) -> list[Any]:

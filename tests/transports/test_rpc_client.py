@@ -3,35 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager
-from pathlib import Path
+from contextlib import aclosing
 
-import msgspec
 import pytest
 
 from service.client import RpcClient, compacted
-from service.config import ServerConfig
 from service.errors import ContextTooLong, Draining, EngineDead, InvalidRequest, MessageTooLarge, Unauthorized
 from service.messages import ChatMessage, Delta, Finished, Started, Usage
-from service.transports.rpc import RpcServer
+from tests.transports.conftest import rpc_serving
 from tests.transports.fake_engine import MODEL, FakeEngine, spoken
-
-
-@asynccontextmanager
-async def rpc_serving(engine: FakeEngine, address: str, **options: object) -> AsyncIterator[RpcServer]:
-    config = msgspec.convert({"rpc": address, **options}, ServerConfig)
-    server = RpcServer(engine, config)
-    await server.start()
-    try:
-        yield server
-    finally:
-        await server.stop()
-
-
-@pytest.fixture(params=["unix", "tcp"])
-def address(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return f"unix:{tmp_path / 'l.sock'}" if request.param == "unix" else "tcp:127.0.0.1:0"
 
 
 async def test_five_lines_stream_a_generation(address: str) -> None:
@@ -86,12 +66,12 @@ async def test_an_error_in_the_middle_comes_after_the_text_before_it() -> None:
         yield from list(spoken(request, ["a", "b"]))[:2]
         yield EngineDead("the engine stopped")
 
-    seen = []
     async with rpc_serving(FakeEngine(script), "tcp:127.0.0.1:0") as server, RpcClient(server.address) as client:
+        events = client.generate(prompt="x")
+        assert isinstance(await anext(events), Started)
+        assert isinstance(await anext(events), Delta)
         with pytest.raises(EngineDead, match="the engine stopped"):
-            async for event in client.generate(prompt="x"):
-                seen.append(event)
-    assert [type(event) for event in seen] == [Started, Delta]
+            await anext(events)
 
 
 async def test_closing_the_iterator_cancels_on_the_server(address: str) -> None:
