@@ -73,9 +73,16 @@ class Fields:
             raise self._wrong(key, "true or false")
         return value
 
-    def required_int(self, key: str) -> int:
-        """Return a whole number; raises if the key is absent."""
+    def optional_size(self, key: str) -> int | None:
+        """Return a whole number of at least 1, or None."""
         value = self.optional_int(key)
+        if value is not None and value < 1:
+            raise self._wrong(key, "at least 1")
+        return value
+
+    def required_size(self, key: str) -> int:
+        """Return a whole number of at least 1; raises if the key is absent."""
+        value = self.optional_size(key)
         if value is None:
             raise self._missing(key)
         return value

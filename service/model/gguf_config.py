@@ -49,11 +49,11 @@ def read_gguf_config(
             f"{SOURCE}: {prefix}expert_count is {fields.raw('expert_count')}; mixtures of experts are not supported"
         )
 
-    num_layers = fields.required_int("block_count")
-    if not 1 <= num_layers <= MAX_LAYERS:
-        raise ModelLoadError(f"{SOURCE}: {prefix}block_count is {num_layers}, expected 1 to {MAX_LAYERS}")
-    hidden_size = fields.required_int("embedding_length")
-    num_heads = fields.required_int("attention.head_count")
+    num_layers = fields.required_size("block_count")
+    if num_layers > MAX_LAYERS:
+        raise ModelLoadError(f"{SOURCE}: {prefix}block_count is {num_layers}, the limit is {MAX_LAYERS}")
+    hidden_size = fields.required_size("embedding_length")
+    num_heads = fields.required_size("attention.head_count")
     if not tensor_shapes.get(EMBEDDING):
         raise ModelLoadError(f"tensor {EMBEDDING} is missing")
     head_size = _head_size(fields, hidden_size, num_heads)
@@ -71,12 +71,12 @@ def read_gguf_config(
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=fields.required_int("feed_forward_length"),
+        intermediate_size=fields.required_size("feed_forward_length"),
         num_heads=num_heads,
-        num_kv_heads=fields.optional_int("attention.head_count_kv") or num_heads,
+        num_kv_heads=fields.optional_size("attention.head_count_kv") or num_heads,
         head_size=head_size,
         vocab_size=tensor_shapes[EMBEDDING][0],
-        max_position=fields.required_int("context_length"),
+        max_position=fields.required_size("context_length"),
         rms_norm_eps=fields.required_float("attention.layer_norm_rms_epsilon"),
         ropes=tuple(full if window is None or family.windows != "pattern" else local for window in windows),
         windows=windows,
@@ -103,13 +103,13 @@ def _has_bias(rule: BiasRule, name: str, tensor_shapes: Mapping[str, tuple[int, 
 
 
 def _head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    key, value = fields.optional_int("attention.key_length"), fields.optional_int("attention.value_length")
+    key, value = fields.optional_size("attention.key_length"), fields.optional_size("attention.value_length")
     if key is not None and value is not None and key != value:
         raise ModelLoadError(f"{SOURCE}: keys of size {key} and values of size {value} are not supported")
     stated = key if key is not None else value
     if stated is not None:
         return stated
-    if num_heads < 1 or hidden_size % num_heads:
+    if hidden_size % num_heads:
         raise ModelLoadError(
             f"{SOURCE}: embedding_length {hidden_size} is no multiple of {num_heads} heads and there is no key_length"
         )
@@ -122,13 +122,13 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
         raise ModelLoadError(f"{SOURCE}: attention.sliding_window is missing")
     if family.windows != "pattern":
         return (window,) * num_layers
-    period = fields.optional_int("attention.sliding_window_pattern") or GEMMA3_PERIOD
+    period = fields.optional_size("attention.sliding_window_pattern") or GEMMA3_PERIOD
     return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
 
 
 def _rope(fields: Fields, head_size: int, rope_factors: Mapping[str, Sequence[float]]) -> RopeSettings:
-    max_position = fields.required_int("context_length")
-    rotary_size = fields.optional_int("rope.dimension_count") or head_size
+    max_position = fields.required_size("context_length")
+    rotary_size = fields.optional_size("rope.dimension_count") or head_size
     theta = fields.optional_float("rope.freq_base")
     if theta is None:
         theta = DEFAULT_THETA
@@ -145,15 +145,15 @@ def _rope(fields: Fields, head_size: int, rope_factors: Mapping[str, Sequence[fl
     divisors = tuple(rope_factors.get("rope_freqs", ()))
     if divisors and kind != "default":
         raise ModelLoadError(f"{SOURCE}: rope scaling {name!r} together with a rope_freqs tensor is not supported")
-    original = fields.optional_int("rope.scaling.original_context_length")
+    original = fields.optional_size("rope.scaling.original_context_length")
     factor = fields.optional_float("rope.scaling.factor") or linear
     if kind in ("linear", "yarn") and factor is None:
         raise ModelLoadError(f"{SOURCE}: rope scaling {name!r} needs rope.scaling.factor")
     if kind == "longrope" and factor is None:
         factor = max_position / (original or max_position)
-    if theta <= 1 or (factor is not None and factor <= 0) or (original is not None and original < 1):
+    if theta <= 1 or (factor is not None and factor <= 0):
         raise ModelLoadError(
-            f"{SOURCE}: rope.freq_base {theta}, factor {factor} or original context {original} is out of range"
+            f"{SOURCE}: rope.freq_base {theta} must be above 1, and the scaling factor {factor} above 0"
         )
     factors = {key: tuple(rope_factors.get(key, ())) for key in ("rope_factors_short", "rope_factors_long")}
     for key, values in {"rope_freqs": divisors, **factors}.items():

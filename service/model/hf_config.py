@@ -23,6 +23,7 @@ log = structlog.get_logger()
 SOURCE = "config.json"
 FULL, SLIDING = "full_attention", "sliding_attention"
 DEFAULT_THETA = 10_000.0  # of the RoFormer paper, and of every family here that leaves the key out
+DEFAULT_EPS = 1e-6
 ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
@@ -42,14 +43,15 @@ def read_hf_config(config: Mapping[str, object], generation_config: Mapping[str,
     text = top.optional_section("text_config")
     fields = Fields({**config, **text} if text is not None else config, SOURCE, family.defaults)
 
-    num_layers = fields.required_int("num_hidden_layers")
-    if not 1 <= num_layers <= MAX_LAYERS:
-        raise ModelLoadError(f"{SOURCE}: num_hidden_layers is {num_layers}, expected 1 to {MAX_LAYERS}")
-    hidden_size = fields.required_int("hidden_size")
-    num_heads = fields.required_int("num_attention_heads")
+    num_layers = fields.required_size("num_hidden_layers")
+    if num_layers > MAX_LAYERS:
+        raise ModelLoadError(f"{SOURCE}: num_hidden_layers is {num_layers}, the limit is {MAX_LAYERS}")
+    hidden_size = fields.required_size("hidden_size")
+    num_heads = fields.required_size("num_attention_heads")
     head_size = _head_size(fields, hidden_size, num_heads)
     windows = _windows(fields, family, num_layers)
     ropes = _ropes(fields, head_size)
+    eps = fields.optional_float("rms_norm_eps")
     scalar = fields.optional_float("query_pre_attn_scalar")
     if scalar is not None and scalar <= 0:
         raise ModelLoadError(f"{SOURCE}: query_pre_attn_scalar is {scalar}, it must be positive")
@@ -58,13 +60,13 @@ def read_hf_config(config: Mapping[str, object], generation_config: Mapping[str,
         architecture=architecture,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=fields.required_int("intermediate_size"),
+        intermediate_size=fields.required_size("intermediate_size"),
         num_heads=num_heads,
-        num_kv_heads=fields.optional_int("num_key_value_heads") or num_heads,
+        num_kv_heads=fields.optional_size("num_key_value_heads") or num_heads,
         head_size=head_size,
-        vocab_size=fields.required_int("vocab_size"),
-        max_position=fields.required_int("max_position_embeddings"),
-        rms_norm_eps=fields.optional_float("rms_norm_eps") or 1e-6,
+        vocab_size=fields.required_size("vocab_size"),
+        max_position=fields.required_size("max_position_embeddings"),
+        rms_norm_eps=DEFAULT_EPS if eps is None else eps,
         ropes=tuple(ropes[FULL if window is None else SLIDING] for window in windows),
         windows=windows,
         activation=_activation(fields),
@@ -102,10 +104,10 @@ def _refuse_quantised(top: Fields) -> None:
 
 
 def _head_size(fields: Fields, hidden_size: int, num_heads: int) -> int:
-    stated = fields.optional_int("head_dim")
+    stated = fields.optional_size("head_dim")
     if stated is not None:
         return stated
-    if num_heads < 1 or hidden_size % num_heads:
+    if hidden_size % num_heads:
         raise ModelLoadError(
             f"{SOURCE}: hidden_size {hidden_size} is no multiple of {num_heads} heads and there is no head_dim"
         )
@@ -144,7 +146,7 @@ def _windows(fields: Fields, family: Family, num_layers: int) -> tuple[int | Non
         first = fields.optional_int("max_window_layers") or 0
         return tuple(window if layer >= first else None for layer in range(num_layers))
     if family.windows == "pattern":
-        period = fields.optional_int("_sliding_window_pattern") or fields.optional_int("sliding_window_pattern") or 1
+        period = fields.optional_size("_sliding_window_pattern") or fields.optional_size("sliding_window_pattern") or 1
         return tuple(window if (layer + 1) % period else None for layer in range(num_layers))
     return (window,) * num_layers
 
@@ -182,14 +184,14 @@ def _rope(section: Mapping[str, object], fields: Fields, head_size: int, *, thet
     kind = "longrope" if kind == LONGROPE_ALIAS else kind
     if kind not in ROPE_TYPES:
         raise ModelLoadError(f"{SOURCE}: rope type {kind!r} is not supported; known are {', '.join(ROPE_TYPES)}")
-    max_position = fields.required_int("max_position_embeddings")
+    max_position = fields.required_size("max_position_embeddings")
     partial = scaling.optional_float("partial_rotary_factor") or fields.optional_float("partial_rotary_factor") or 1.0
     rotary_size = int(head_size * partial)
     # llama3's original context has no sensible default; the others fall back to the declared one, as their published code does
-    stated = scaling.optional_int("original_max_position_embeddings")
-    original = stated if stated is not None else fields.optional_int("original_max_position_embeddings")
+    stated = scaling.optional_size("original_max_position_embeddings")
+    original = stated if stated is not None else fields.optional_size("original_max_position_embeddings")
     if kind == "llama3" and original is None:
-        scaling.required_int("original_max_position_embeddings")
+        scaling.required_size("original_max_position_embeddings")
     factor = 1.0
     if kind in ("linear", "dynamic", "llama3", "yarn"):
         factor = scaling.required_float("factor")
@@ -236,8 +238,6 @@ def _check(settings: RopeSettings) -> None:
         raise ModelLoadError(
             f"{SOURCE}: rope_theta {settings.theta} must be above 1 and the rope factor {settings.factor} above 0"
         )
-    if settings.original_max_position is not None and settings.original_max_position < 1:
-        raise ModelLoadError(f"{SOURCE}: original_max_position_embeddings must be at least 1")
     if settings.rope_type == "llama3" and settings.high_freq_factor <= settings.low_freq_factor:
         raise ModelLoadError(f"{SOURCE}: llama3 rope needs high_freq_factor above low_freq_factor")
     if settings.rope_type == "dynamic" and settings.rotary_size <= 2:

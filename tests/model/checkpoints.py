@@ -62,7 +62,9 @@ def tiny_config(architecture: str = "LlamaForCausalLM", **changes: Any) -> dict[
     return {key: None if value is ... else value for key, value in config.items() if value is not None}
 
 
-def random_state(config: Mapping[str, Any], seed: int = 0, *, has_bias: bool = False, has_qk_norm: bool = False) -> dict[str, Tensor]:
+def random_state(
+    config: Mapping[str, Any], seed: int = 0, *, has_bias: bool = False, has_qk_norm: bool = False
+) -> dict[str, Tensor]:
     """Return weights under Hugging Face's names, scaled so that every part moves the logits."""
     generator = torch.Generator().manual_seed(seed)
     hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -35,7 +35,14 @@ def loaded(name: str) -> LoadedModel:
 
 
 def test_there_are_checkpoints_of_all_six_families() -> None:
-    assert {loaded(name).config.family.name for name in CHECKPOINTS} == {"llama", "mistral", "qwen2", "qwen3", "phi3", "gemma3"}
+    assert {loaded(name).config.family.name for name in CHECKPOINTS} == {
+        "llama",
+        "mistral",
+        "qwen2",
+        "qwen3",
+        "phi3",
+        "gemma3",
+    }
 
 
 @pytest.mark.parametrize("backend", list(BACKENDS))
