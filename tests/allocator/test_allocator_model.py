@@ -12,11 +12,21 @@ A step is built by admissions and appends and run by `run_step`: its copies firs
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from hypothesis.stateful import (
+    Bundle,
+    MultipleResults,
+    RuleBasedStateMachine,
+    consumes,
+    initialize,
+    invariant,
+    multiple,
+    rule,
+)
 
 from allocator import (
     AllocatorError,
@@ -35,8 +45,12 @@ from allocator import (
 
 Content = tuple[bytes, tuple[int, ...]]  # namespace, all tokens up to and including this one
 
-# Two tokens and tiny blocks, so that prompts often share prefixes and pools often run out.
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+# Prompts begin alike and pools are tiny, so that hits, copies and full pools are common.
+TOKENS = st.builds(
+    lambda num_common, tail: [0] * num_common + tail,
+    st.integers(0, 8),
+    st.lists(st.integers(0, 1), min_size=1, max_size=2),
+)
 NAMESPACES = st.sampled_from([b"", b"tenant"])
 
 
@@ -58,8 +72,8 @@ class Model:
 class AllocatorModel(RuleBasedStateMachine):
     models = Bundle("models")
 
-    @initialize(num_blocks=st.integers(3, 12), block_size=st.integers(1, 4))
-    def make_pool(self, num_blocks: int, block_size: int) -> None:
+    @initialize(target=models, num_blocks=st.integers(3, 12), block_size=st.integers(1, 4))
+    def make_pool(self, num_blocks: int, block_size: int) -> Model | MultipleResults[Model]:
         self.pool = BlockPool(num_blocks, block_size)
         self.cache = PrefixCache(self.pool)
         self.block_size = block_size
@@ -68,11 +82,13 @@ class AllocatorModel(RuleBasedStateMachine):
         self.device: dict[int, Content] = {}
         self.copies: list[tuple[int, int]] = []  # of the step being built
         self.writes: list[Model] = []
+        self.seen: Counter[str] = Counter()  # what really happened, for the random walk to assert
+        return self.admit(tokens=[0], namespace=b"")
 
     # ── Building steps ───────────────────────────────────────────────────────────────────────────
 
     @rule(target=models, tokens=TOKENS, namespace=NAMESPACES)
-    def admit(self, tokens: list[int], namespace: bytes) -> Model:
+    def admit(self, tokens: list[int], namespace: bytes) -> Model | MultipleResults[Model]:
         model = Model(BlockTable(self.pool), namespace, [], [])
         hashes = self.cache.block_hashes(tokens, namespace)
         match = self.cache.match(hashes, len(tokens) - 1)
@@ -92,9 +108,11 @@ class AllocatorModel(RuleBasedStateMachine):
         assert model.table.blocks_needed(len(tokens) - match.num_tokens, match) == needed
         growth = self.grow(needed, lambda: model.table.adopt(match, len(tokens) - match.num_tokens))
         if growth is None:
-            return model  # stays empty: waiting
+            return multiple()
         assert len(growth.new_blocks) == num_new
         assert growth.copies == ()
+        self.seen["held hit"] += any(block in held for block in hits)
+        self.seen["free hit"] += any(block not in held for block in hits)
         model.tokens, model.blocks = list(tokens), [*hits, *growth.new_blocks]
         model.num_written, model.hashes = match.num_tokens, hashes
         self.live.append(model)
@@ -114,6 +132,8 @@ class AllocatorModel(RuleBasedStateMachine):
             return
         assert (len(growth.new_blocks), len(growth.copies)) == (num_new, copy_needed)
         for src, dst in growth.copies:
+            self.seen["copy of a shared tail"] += entries[src] > 1
+            self.seen["copy of a published tail"] += entries[src] == 1
             assert src == model.blocks[-1]
             model.blocks[-1] = dst
         self.copies += growth.copies
@@ -124,8 +144,8 @@ class AllocatorModel(RuleBasedStateMachine):
                 self.live.append(model)
             self.writes.append(model)
 
-    @rule()
-    def run_step(self) -> None:
+    @rule(publishes=st.booleans())
+    def run_step(self, publishes: bool) -> None:
         for src, dst in self.copies:
             for offset in range(self.block_size):
                 source = self.device.get(src * self.block_size + offset)
@@ -136,24 +156,27 @@ class AllocatorModel(RuleBasedStateMachine):
                 self.device[model.table.slot(position)] = model.content(position)
             model.num_written = len(model.tokens)
         self.pool.finish_copies(self.copies)
-        self.copies, self.writes = [], []
+        written, self.copies, self.writes = self.writes, [], []
+        if publishes:
+            for model in written:
+                self.publish_full_blocks(model)
 
     # ── Between steps ────────────────────────────────────────────────────────────────────────────
 
     @rule(target=models, model=models)
     def fork(self, model: Model) -> Model:
         if model.num_written < len(model.tokens):
-            self.run_step()
+            self.run_step(publishes=False)
         child = Model(model.table.fork(), model.namespace, list(model.tokens), list(model.blocks), model.num_written)
         if child.tokens:
             self.live.append(child)
         return child
 
-    @rule(model=models, data=st.data())
-    def truncate(self, model: Model, data: st.DataObject) -> None:
+    @rule(model=models, keep=st.integers(0, 30))
+    def truncate(self, model: Model, keep: int) -> None:
         if model.num_written < len(model.tokens):
-            self.run_step()
-        num_tokens = data.draw(st.integers(0, len(model.tokens)))
+            self.run_step(publishes=False)
+        num_tokens = keep % (len(model.tokens) + 1)
         model.table.truncate(num_tokens)
         del model.tokens[num_tokens:]
         del model.blocks[self.blocks_for(num_tokens) :]
@@ -164,16 +187,13 @@ class AllocatorModel(RuleBasedStateMachine):
 
     @rule(model=models)
     def publish(self, model: Model) -> None:
-        model.hashes = self.cache.block_hashes(model.tokens, model.namespace, model.hashes)
-        for index in range(model.num_written // self.block_size):
-            content = model.content((index + 1) * self.block_size - 1)
-            block = model.blocks[index]
-            found = self.published.setdefault(content, block)
-            assert self.cache.publish(block, model.hashes[index]) == (found == block)
+        self.publish_full_blocks(model)
 
     @rule(model=consumes(models))
     def release(self, model: Model) -> None:
         # Also in the middle of building a step: its copies still run, its writes do not.
+        in_flight = {block for copy in self.copies for block in copy}
+        self.seen["release during a copy"] += not in_flight.isdisjoint(model.blocks)
         model.table.release()
         self.writes = [other for other in self.writes if other is not model]
         if model in self.live:
@@ -226,7 +246,6 @@ class AllocatorModel(RuleBasedStateMachine):
     # ── What holds at all times ──────────────────────────────────────────────────────────────────
 
     @invariant()
-    @precondition(lambda self: hasattr(self, "pool"))
     def counts_balance(self) -> None:
         self.pool.check([model.blocks for model in self.live])
         held, entries = self.holders(), Counter(block for model in self.live for block in model.blocks)
@@ -243,7 +262,6 @@ class AllocatorModel(RuleBasedStateMachine):
             assert self.pool.ref_count(block) == entries[block] + in_flight[block]
 
     @invariant()
-    @precondition(lambda self: hasattr(self, "pool"))
     def every_table_reads_back_its_own_tokens(self) -> None:
         for model in self.live:
             assert model.table.snapshot() == tuple(model.blocks)
@@ -254,7 +272,6 @@ class AllocatorModel(RuleBasedStateMachine):
                     assert self.device[model.table.slot(position)] == model.content(position)
 
     @invariant()
-    @precondition(lambda self: hasattr(self, "pool"))
     def every_published_block_still_has_its_content(self) -> None:
         for (namespace, tokens), block in self.published.items():
             for offset in range(self.block_size):
@@ -270,6 +287,15 @@ class AllocatorModel(RuleBasedStateMachine):
             assert self.pool.num_free == self.pool.num_usable
 
     # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
+
+    def publish_full_blocks(self, model: Model) -> None:
+        model.hashes = self.cache.block_hashes(model.tokens, model.namespace, model.hashes)
+        for index in range(model.num_written // self.block_size):
+            content = model.content((index + 1) * self.block_size - 1)
+            block = model.blocks[index]
+            found = self.published.setdefault(content, block)
+            self.seen["duplicate"] += found != block
+            assert self.cache.publish(block, model.hashes[index]) == (found == block)
 
     def blocks_for(self, num_tokens: int) -> int:
         return (num_tokens + self.block_size - 1) // self.block_size
@@ -287,12 +313,14 @@ class AllocatorModel(RuleBasedStateMachine):
                 call()
             assert (error.value.needed, error.value.free) == (needed, free)
             assert self.state() == before
+            self.seen["out of blocks"] += 1
             return None
         growth = call()
         taken = {*growth.new_blocks, *(dst for _, dst in growth.copies)}
         assert taken <= {*reused}
         for content in [content for content, block in self.published.items() if block in taken]:
             del self.published[content]
+            self.seen["eviction"] += 1
         return growth
 
     def state(self) -> object:
@@ -307,5 +335,56 @@ class AllocatorModel(RuleBasedStateMachine):
         )
 
 
-AllocatorModel.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+AllocatorModel.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 TestAllocatorModel = AllocatorModel.TestCase
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_random_walk_meets_every_situation_and_keeps_every_promise(seed: int) -> None:
+    """Hypothesis finds small surprises; a long walk in a busy pool meets the crowded ones."""
+    random = Random(seed)
+    machine = AllocatorModel()
+    machine.make_pool(num_blocks=14, block_size=2 + seed % 3)
+    prompts = [[0] * 8 + [0, 1], [0, 1] * 6, [1] * 11]
+
+    def act() -> None:
+        choice = random.choice(
+            ["admit"] * 4 + ["step"] * 3 + ["append"] * 4 + ["truncate"] * 2 + ["fork", "release", "refuse"]
+        )
+        if choice == "admit":
+            prompt = random.choice(prompts)
+            machine.admit(tokens=prompt[: random.randint(1, len(prompt))], namespace=b"")
+        elif choice == "step":
+            machine.run_step(publishes=random.random() < 0.8)
+        elif machine.live:
+            model = random.choice(machine.live)
+            if choice == "append":
+                machine.append(model=model, tokens=[random.randint(0, 1) for _ in range(random.randint(1, 3))])
+            elif choice == "fork":
+                machine.fork(model=model)
+            elif choice == "truncate":
+                machine.truncate(model=model, keep=max(0, len(model.tokens) - random.randint(1, 3)))
+            elif choice == "release":
+                machine.release(model=model)
+            else:
+                machine.refuse_wrong_calls(model=model)
+
+    for _ in range(600):
+        act()
+        if machine.pool.num_free < 2 and random.random() < 0.5:
+            machine.release(model=random.choice(machine.live))
+        machine.counts_balance()
+        machine.every_table_reads_back_its_own_tokens()
+        machine.every_published_block_still_has_its_content()
+    machine.teardown()
+    expected = {
+        "held hit",
+        "free hit",
+        "copy of a shared tail",
+        "copy of a published tail",
+        "release during a copy",
+        "out of blocks",
+        "eviction",
+        "duplicate",
+    }
+    assert {name for name, count in machine.seen.items() if count} == expected
