@@ -175,7 +175,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
         token_budget=token_budget,
         long_prefill_share=long_prefill_share,
         has_prefix_cache=has_prefix_cache,
-        max_model_len=60,
+        max_model_len=64,
     )
     Scenario(driver, plan).run()
 
@@ -184,7 +184,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
 @given(plan=st.lists(arrivals, min_size=2, max_size=10), failing=st.sets(st.integers(1, 30), max_size=6))
 def test_failing_steps_fail_their_requests_and_change_no_other(plan: list[Arrival], failing: set[int]) -> None:
     """API-02: a step that raises leaves every other answer as it is alone."""
-    driver = CoreDriver(num_blocks=25, max_num_seqs=4, token_budget=16, max_model_len=60)
+    driver = CoreDriver(num_blocks=25, max_num_seqs=4, token_budget=16, max_model_len=64)
     keys = {}
     for arrival in plan:
         prompt = tuple(5 + (arrival.stem * 101 + position * 13) % 300 for position in range(arrival.length))
