@@ -93,7 +93,7 @@ class AllocatorModel(RuleBasedStateMachine):
         hashes = self.cache.block_hashes(tokens, namespace)
         match = self.cache.match(hashes, len(tokens) - 1)
 
-        hits = []
+        hits: list[int] = []
         while (end := (len(hits) + 1) * self.block_size) < len(tokens):
             block = self.published.get((namespace, tuple(tokens[:end])))
             if block is None:
@@ -121,7 +121,7 @@ class AllocatorModel(RuleBasedStateMachine):
 
     @rule(model=models, tokens=st.lists(st.integers(0, 1), max_size=6))
     def append(self, model: Model, tokens: list[int]) -> None:
-        last = model.blocks[-1] if model.blocks else None
+        last = model.blocks[-1] if model.blocks else 0
         is_partial = len(model.tokens) % self.block_size > 0
         entries = Counter(block for other in self.live for block in other.blocks)
         copy_needed = bool(tokens) and is_partial and (entries[last] > 1 or last in self.published.values())
@@ -339,7 +339,7 @@ AllocatorModel.TestCase.settings = settings(max_examples=100, stateful_step_coun
 TestAllocatorModel = AllocatorModel.TestCase
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_random_walk_meets_every_situation_and_keeps_every_promise(seed: int) -> None:
     """Hypothesis finds small surprises; a long walk in a busy pool meets the crowded ones."""
     random = Random(seed)
@@ -369,7 +369,7 @@ def test_a_random_walk_meets_every_situation_and_keeps_every_promise(seed: int) 
             else:
                 machine.refuse_wrong_calls(model=model)
 
-    for _ in range(600):
+    for _ in range(1500):
         act()
         if machine.pool.num_free < 2 and random.random() < 0.5:
             machine.release(model=random.choice(machine.live))
