@@ -172,10 +172,7 @@ class AsyncEngine:
         """
         created = self._clock()
         try:
-            self._require_open()
-            prompt_token_ids = await self._prompts.encode(request)
-            self._require_open()  # much may have happened while a long prompt was tokenised
-            stream = self._submit(request, prompt_token_ids, created)
+            stream = await self._open(request, created)
         except LooseleafError as error:
             self._report_refused(request, error, created)
             raise
@@ -225,6 +222,18 @@ class AsyncEngine:
             raise EngineDead(f"the engine has stopped: {health.reason}")
         if not health.is_ready:
             raise Draining(f"the service takes no requests now: {health.reason}")
+
+    async def _open(self, request: GenerateRequest, created: float) -> RequestStream:
+        self._require_open()
+        try:
+            prompt_token_ids = await self._prompts.encode(request)
+        except LooseleafError:
+            raise
+        except Exception as error:
+            self._log.error("prompt.failed", request_id=request.request_id, exc_info=error)
+            raise LooseleafError("the prompt of this request could not be read") from error
+        self._require_open()  # much may have happened while a long prompt was tokenised
+        return self._submit(request, prompt_token_ids, created)
 
     def _submit(self, request: GenerateRequest, prompt_token_ids: tuple[int, ...], created: float) -> RequestStream:
         key = self._core.add(

@@ -251,8 +251,8 @@ class EngineCore:
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if {sequence.id for sequence in (*waiting, *running)} != set(self._sequences):
             raise InvariantBroken("the queues and the living sequences differ")
-        if any(sequence.table.block_ids for sequence in waiting):
-            raise InvariantBroken("a waiting sequence holds blocks")
+        if any(s.table.block_ids or s.num_computed or s.num_published for s in waiting):
+            raise InvariantBroken("a waiting sequence holds blocks, or believes that it does")
         if self._scheduler.num_unstarted != sum(s.request.cached_tokens is None for s in waiting):
             raise InvariantBroken("the count of requests never admitted is wrong")
         if self.is_idle and (self._pool.num_used or self._sequences):

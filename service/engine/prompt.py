@@ -17,6 +17,7 @@ from service.messages import ChatMessage, GenerateRequest, SamplingParams
 from service.text import ChatTemplate, Tokenizer
 
 INLINE_CHARS = 2048  # up to here encoding takes well under a millisecond, less than handing it to a thread is worth
+INLINE_MESSAGES = 32
 NUM_WORKERS = 2
 
 
@@ -45,7 +46,7 @@ class PromptEncoder:
                 f"the prompt has at least {at_least} tokens and at most {self._capacity - 1} fit",
                 param="prompt" if request.messages is None else "messages",
             )
-        if num_chars <= INLINE_CHARS:
+        if num_chars <= INLINE_CHARS and _has_text_only(request.messages or ()):
             return self._encode(request)
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, request)
 
@@ -77,8 +78,10 @@ class PromptEncoder:
 
     def _check_ids(self, token_ids: tuple[int, ...]) -> None:
         size = self._tokenizer.vocab_size
-        if not token_ids or (min(token_ids) >= 0 and max(token_ids) < size):
-            return  # an empty prompt is refused by the core, wherever it came from
+        if not 0 < len(token_ids) < self._capacity:
+            return  # the core refuses it, as it does when a text turns out to have so many tokens
+        if min(token_ids) >= 0 and max(token_ids) < size:
+            return
         index, worst = next((i, token) for i, token in enumerate(token_ids) if not 0 <= token < size)
         raise InvalidRequest(f"token id {worst} is not between 0 and {size - 1}", param=f"prompt[{index}]")
 
@@ -88,6 +91,13 @@ def _plain(message: ChatMessage) -> dict[str, object]:
     assert isinstance(plain, dict)
     # A template tells an absent key from a null one: only what the client sent, and content, is passed on.
     return {key: value for key, value in plain.items() if value is not None or key == "content"}
+
+
+def _has_text_only(messages: tuple[ChatMessage, ...]) -> bool:
+    """Whether `_num_chars` has seen all that could be long."""
+    return len(messages) <= INLINE_MESSAGES and not any(
+        message.name or message.tool_calls or message.tool_call_id or message.refusal for message in messages
+    )
 
 
 def _num_chars(request: GenerateRequest) -> int:

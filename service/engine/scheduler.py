@@ -225,9 +225,8 @@ class Scheduler:
         if self._slots_used() + sequence.num_slots > self.max_running:
             return False
         needed = sequence.table.blocks_needed(sequence.num_tokens - match.num_tokens, match)
-        if self.running:
-            needed += self._headroom(sequence, self.running)
-        return needed <= self._pool.num_free
+        free = self._pool.num_free
+        return needed <= free and needed + self._headroom(sequence, self.running) <= free
 
     def _headroom(self, sequence: Sequence, running: list[Sequence]) -> int:
         """Blocks that stay free beyond those `sequence` starts with, so that it is not preempted at once (again)."""

@@ -11,7 +11,7 @@ import pytest
 
 from service.engine.async_engine import EngineLimits
 from service.engine.request import choice_seed
-from service.errors import ContextTooLong, Draining, InvalidRequest, SlowConsumer
+from service.errors import ContextTooLong, Draining, InvalidRequest, LooseleafError, SlowConsumer
 from service.messages import ChatMessage, Delta, Event, Finished, GenerateRequest, SamplingParams, Started
 from tests.factories import collect, make_request, running_engine, tiny_template, tiny_tokenizer
 from tests.fakes import Choose, continuation
@@ -29,6 +29,7 @@ def scripted(text: str, num_prompt: int) -> Choose:
 
 PROMPT = "The cat sat"
 NUM_PROMPT = len(tiny_tokenizer().encode(PROMPT))
+SHORT = SamplingParams(temperature=0.0, max_tokens=3)
 
 
 # ── The answer ───────────────────────────────────────────────────────────────────────────────────────
@@ -307,6 +308,36 @@ async def test_a_long_prompt_is_tokenised_on_a_worker_thread(monkeypatch: pytest
         await collect(it.engine, make_request("word " * 500))
     assert len(names) == 1
     assert names[0].startswith("looseleaf-text")
+
+
+async def test_a_prompt_that_cannot_be_read_fails_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """API-02: a fault of the tokenizer is the service's, and only this request's."""
+    async with running_engine() as it:
+        with monkeypatch.context() as patch:
+            patch.setattr(it.tokenizer, "encode", lambda *args, **options: 1 // 0)
+            with pytest.raises(LooseleafError) as caught:
+                await collect(it.engine, make_request(PROMPT))
+        assert caught.value.http_status == 500
+        await collect(it.engine, make_request(PROMPT))
+
+
+async def test_what_is_long_outside_the_content_is_rendered_on_a_worker_thread_too() -> None:
+    """API-09: the arguments of a tool call can be megabytes."""
+    names: list[str] = []
+
+    class Spy:
+        def encode(self, messages: object) -> list[int]:
+            names.append(threading.current_thread().name)
+            return [10, 11, 12]
+
+    async with running_engine(template=Spy()) as it:  # type: ignore[arg-type]
+        for message in (
+            ChatMessage(role="user", content="short"),
+            ChatMessage(role="assistant", tool_calls=({"function": {"arguments": "x" * 100_000}},)),
+        ):
+            await collect(it.engine, GenerateRequest(request_id="chat", messages=(message,), sampling=SHORT))
+    assert names[0] == "MainThread"
+    assert names[1].startswith("looseleaf-text")
 
 
 # ── The end of the engine ────────────────────────────────────────────────────────────────────────────

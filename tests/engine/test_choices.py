@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from service.engine.batch import EntryOutput, SampledToken, StepOutput
 from service.errors import InvalidRequest, NonFiniteLogits, StepFailed
 from tests.engine.driver import SEED, CoreDriver, prompt_of
 from tests.fakes import choose_by_hash, continuation
@@ -142,6 +143,19 @@ def test_no_end_of_sequence_id_ends_a_choice_before_min_tokens(eos: int) -> None
     assert driver.output(key) == [*continuation(prompt_of(6), 20), eos]
     assert driver.finish_reasons[key] == {0: "stop"}
     assert driver.stop_reasons[key] == {0: None}
+
+
+def test_min_tokens_holds_even_if_the_runner_lets_an_early_end_through() -> None:
+    """SMP-08: the count is the core's promise."""
+    driver = CoreDriver()
+    key = driver.add(prompt_of(6), max_tokens=50, min_tokens=20, eos_ids=(EOS,))
+    while (batch := driver.core.schedule(0.0)) is not None:
+        (entry,) = batch.entries
+        sample = SampledToken(token_id=EOS)
+        result = EntryOutput(sequence_id=entry.sequence_id, samples=(sample,))
+        driver.take(driver.core.apply(StepOutput(step_id=batch.step_id, outputs=(result,), compute_s=0.0)))
+    assert driver.output(key) == [EOS] * 21
+    assert driver.finish_reasons[key] == {0: "stop"}
 
 
 def test_stop_token_ids_wait_for_min_tokens_too_and_are_the_reason() -> None:
