@@ -106,6 +106,10 @@ def read_weights(
     reader = _Reader(source, dtype, device)
     embedding = reader.matrix(needs.embedding)
     head = embedding if config.tie_embeddings else reader.matrix(needs.head)
+    # Some exporters leave a copy of the embedding in; another matrix means that the configuration or the export is wrong.
+    has_copy = config.tie_embeddings and source.shapes.get(needs.head.name) == needs.head.shape
+    if has_copy and not torch.equal(reader.matrix(needs.head), embedding):
+        log.warning("model.tied_head_differs", source=source.description, name=needs.head.name)
     return DecoderWeights(
         embedding=embedding,
         final_norm=reader.norm(needs.final_norm),
@@ -245,7 +249,7 @@ def _check(needs: _Needs, source: TensorSource, config: DecoderConfig) -> None:
     ]
     extras = [name for name in source.shapes if name not in wanted and not source.is_ignorable(name)]
     if config.tie_embeddings and needs.head.name in extras:
-        extras.remove(needs.head.name)  # a copy of the embedding that some exporters leave in
+        extras.remove(needs.head.name)
     # A bias or norm of a module that is used would change the result: to drop it silently is to compute another model.
     modules = {name.rpartition(".")[0] for name in wanted}
     unplaced = [name for name in extras if name.rpartition(".")[0] in modules]

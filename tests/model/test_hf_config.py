@@ -48,7 +48,7 @@ def test_two_bases_that_differ_stop_the_load() -> None:
 
 
 def test_scaling_that_two_places_state_differently_stops_the_load() -> None:
-    with pytest.raises(ModelLoadError, match="factor is 2, but .*factor is 4"):
+    with pytest.raises(ModelLoadError, match=r"factor is 2, but .*factor is 4"):
         read(rope_parameters={"rope_type": "linear", "factor": 2}, rope_scaling={"type": "linear", "factor": 4})
 
 
