@@ -8,6 +8,7 @@ since the runner cancels handlers whose client went away.
 from __future__ import annotations
 
 import asyncio
+import logging
 import mimetypes
 import socket
 from collections.abc import Awaitable, Callable, Mapping
@@ -16,7 +17,6 @@ from importlib import resources
 import msgspec
 import structlog
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from service.config import Config, ServerConfig
@@ -36,6 +36,7 @@ from service.transports.openai import OpenAIRoutes
 from service.transports.openai_types import ErrorBody, encode
 from service.transports.request_id import REQUEST_ID, clean_request_id
 from service.transports.server import listen_tcp
+from service.transports.strict_json import quoted
 
 RETRY_AFTER_S = "1"
 CONTENT_SECURITY_POLICY = (
@@ -46,9 +47,20 @@ CONTENT_SECURITY_POLICY = (
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 ANSWERS: web.AppKey[RunningAnswers] = web.AppKey("answers", RunningAnswers)
+BUSY: web.AppKey[set[web.RequestHandler]] = web.AppKey("busy", set)
 SOCKETS: web.AppKey[ChatSockets] = web.AppKey("sockets", ChatSockets)
 
 log = structlog.get_logger(__name__)
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Tell aiohttp's reports of its own faults from those of clients that break HTTP, which are no error here."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, web.RequestPayloadError | web.PayloadAccessError)
+
+
+_server_log = logging.getLogger(f"{__name__}.server")
+_server_log.addFilter(_is_ours)
 
 
 def create_app(
@@ -61,9 +73,13 @@ def create_app(
     """Build the application. `metrics_text` renders Prometheus' text format; `page` maps file names to contents, by default `service.web`."""
     server = config.server
     answers = RunningAnswers()
+    busy: set[web.RequestHandler] = set()
     sockets = ChatSockets(engine, server, answers)
-    app = web.Application(client_max_size=server.max_body_bytes, middlewares=[_errors, _api_key(server)])
+    app = web.Application(
+        client_max_size=server.max_body_bytes, middlewares=[_errors, _connections(answers, busy), _api_key(server)]
+    )
     app[ANSWERS] = answers
+    app[BUSY] = busy
     app[SOCKETS] = sockets
     app.on_response_prepare.append(_add_headers)
     app.add_routes(OpenAIRoutes(engine, server, answers).routes())
@@ -82,7 +98,14 @@ class HttpServer:
         self._listener: socket.socket | None = None
         self._site: web.SockSite | None = None
         # Without handler_cancellation a handler that waits for the engine never learns that its client went away.
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=1.0,
+            auto_decompress=False,  # compressed bodies are refused, and with them bombs
+            logger=_server_log,
+        )
 
     @property
     def url(self) -> str:
@@ -112,7 +135,11 @@ class HttpServer:
             await self._site.stop()
             self._site = None
         if self._runner.server is not None:
-            self._runner.server.pre_shutdown()  # closes idle keep-alive connections, and others after their response
+            for connection in self._runner.server.connections:
+                # Busy ones close after their response. The runner's own way would stop reading from WebSockets as well,
+                # whose answers still have to be cancellable.
+                if connection not in self._app[BUSY]:
+                    connection.close()
         async with asyncio.TaskGroup() as group:
             group.create_task(answers.drain(limit_s))
             group.create_task(sockets.drain())
@@ -195,8 +222,8 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
         return error_response(error)
     except web.HTTPException as error:
         return _foreign(request, error)
-    except HttpProcessingError as error:  # a body that breaks HTTP: a bad chunk, damaged compression
-        return error_response(InvalidRequest(f"the body breaks HTTP: {error.message}"))
+    except web.RequestPayloadError:
+        return error_response(InvalidRequest("the body breaks HTTP: a chunk that is none, or an end too early"))
     except ConnectionError:
         log.info("request.dropped", request_id=request[REQUEST_ID], path=request.path)
         return web.Response()
@@ -208,19 +235,33 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 def _foreign(request: web.Request, error: web.HTTPException) -> web.StreamResponse:
     """Give aiohttp's own errors the shape of ours."""
     if error.status == web.HTTPNotFound.status_code:
-        return error_response(UnknownRoute(f"there is no {request.path}"))
+        return error_response(UnknownRoute(f"there is no {quoted(request.path)}"))
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {error.method}"))
+        response = error_response(MethodNotAllowed(f"{request.path} takes {allowed}, not {quoted(error.method)}"))
         response.headers["Allow"] = allowed
         return response
     if error.status == web.HTTPRequestEntityTooLarge.status_code:
-        return error_response(MessageTooLarge("the body is above the limit"))
+        return error_response(MessageTooLarge(f"the body is above the limit of {request.client_max_size} bytes"))
     if error.status < 400:
         raise error
     response = error_response(InvalidRequest(error.reason))
     response.set_status(error.status)
     return response
+
+
+def _connections(answers: RunningAnswers, busy: set[web.RequestHandler]) -> Middleware:
+    @web.middleware
+    async def track(request: web.Request, handler: Handler) -> web.StreamResponse:
+        busy.add(request.protocol)
+        try:
+            return await handler(request)
+        finally:
+            busy.discard(request.protocol)
+            if answers.is_draining:
+                request.protocol.close()  # once the response is out, instead of waiting for another request
+
+    return track
 
 
 def _api_key(config: ServerConfig) -> Middleware:
@@ -236,5 +277,7 @@ def _api_key(config: ServerConfig) -> Middleware:
 
 async def _add_headers(request: web.Request, response: web.StreamResponse) -> None:
     response.headers["X-Content-Type-Options"] = "nosniff"
+    if request.app[ANSWERS].is_draining and not isinstance(response, web.WebSocketResponse):
+        response.headers["Connection"] = "close"
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]

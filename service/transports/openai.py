@@ -243,6 +243,8 @@ async def read_object(request: web.Request, max_bytes: int) -> dict[str, Any]:
         "utf8",
     ):
         raise UnsupportedMediaType("the body must be sent as 'Content-Type: application/json', in UTF-8")
+    if request.headers.get("Content-Encoding", "identity").lower() != "identity":
+        raise UnsupportedMediaType("the body must not be compressed")
     if request.content_length is not None and request.content_length > max_bytes:
         raise MessageTooLarge(f"the body has {request.content_length} bytes, above the limit of {max_bytes}")
     return decode_object(await request.read())
