@@ -7,6 +7,7 @@ Invariant: a table has exactly the blocks its tokens need, and every slot it res
 block that it alone holds and that is not published.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,6 +57,12 @@ class BlockTable:
     def num_tail_slots(self) -> int:
         """Count the slots of the last block that no token uses."""
         return -self._num_tokens % self._block_size
+
+    @property
+    def num_reclaimable(self) -> int:
+        """Count the blocks that `release` would free; O(blocks). What preempting the sequence gains."""
+        entries = Counter(self._block_ids)
+        return sum(self._pool.ref_count(block) == count for block, count in entries.items())
 
     def append(self, num_tokens: int) -> Growth:
         """Reserve slots for `num_tokens` more tokens.

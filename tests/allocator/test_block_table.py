@@ -203,6 +203,23 @@ def test_releasing_twice_gives_blocks_back_once_and_the_table_can_be_used_again(
     pool.check([table.block_ids, child.block_ids])
 
 
+def test_only_blocks_without_another_holder_are_reclaimable() -> None:
+    pool = BlockPool(num_blocks=16, block_size=4)
+    parent = table_of(pool, 10)
+    assert parent.num_reclaimable == 3
+    child = parent.fork()
+    assert (parent.num_reclaimable, child.num_reclaimable) == (0, 0)
+    growth = child.append(3)  # a copy of the tail, in flight, and a block of its own
+    assert (parent.num_reclaimable, child.num_reclaimable) == (0, 1)
+    pool.finish_copies(growth.copies)
+    assert (parent.num_reclaimable, child.num_reclaimable) == (1, 2)
+    for table, freed in ((parent, 1), (child, 4)):
+        assert table.num_reclaimable == freed
+        before = pool.num_free
+        table.release()
+        assert pool.num_free - before == freed
+
+
 def test_a_snapshot_does_not_see_later_changes() -> None:
     pool = BlockPool(num_blocks=8, block_size=4)
     table = table_of(pool, 4)
