@@ -10,10 +10,11 @@ from pathlib import Path
 
 from allocator import BlockPool, PrefixCache
 from service.config import SchedulerConfig
-from service.engine.async_engine import AsyncEngine, EngineInfo, EngineLimits, EngineMetrics
+from service.engine.async_engine import AsyncEngine, EngineInfo, EngineLimits
 from service.engine.batch import StepBatch, StepEntry
 from service.engine.core import EngineCore
 from service.engine.executor import StepExecutor
+from service.engine.request_log import EngineMetrics
 from service.messages import Delta, Event, Finished, GenerateRequest, SamplingParams, Started
 from service.text import ChatTemplate, Tokenizer
 from tests.fakes import Choose, FakeRunner, ManualClock, choose_by_hash

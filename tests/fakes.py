@@ -64,15 +64,16 @@ class Gate:
     def __init__(self) -> None:
         self._entered = threading.Semaphore(0)
         self._permits = threading.Semaphore(0)
-        self._is_open = True
+        self._is_open = threading.Event()
+        self._is_open.set()
 
     def close(self) -> None:
         """Hold every step that starts from now on."""
-        self._is_open = False
+        self._is_open.clear()
 
     def open(self) -> None:
         """Let all steps through, those held included."""
-        self._is_open = True
+        self._is_open.set()
         self._permits.release()
 
     def let_through(self, num_steps: int = 1) -> None:
@@ -85,11 +86,11 @@ class Gate:
 
     def enter(self) -> None:
         """Pass; called by the runner on the step thread."""
-        if self._is_open:
+        if self._is_open.is_set():
             return
         self._entered.release()
         self._permits.acquire()
-        if self._is_open:
+        if self._is_open.is_set():
             self._permits.release()  # for the next one held
 
 

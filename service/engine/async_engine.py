@@ -13,7 +13,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Protocol
 
 import structlog
 from msgspec import Struct
@@ -30,32 +29,13 @@ from service.engine.request import (
     RequestKey,
     RequestStarted,
 )
+from service.engine.request_log import EngineMetrics, NoMetrics, RequestLog
 from service.engine.stream import RequestStream
 from service.errors import Draining, EngineDead, LooseleafError, SlowConsumer, StepFailed
 from service.messages import EngineStats, Event, GenerateRequest, Health
 from service.text import ChatTemplate, Tokenizer
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault is not the requests'
-
-
-class EngineMetrics(Protocol):
-    """Who counts. `outcome` is "stop", "length", "aborted" or an error's code."""
-
-    def on_request_ended(
-        self, outcome: str, *, ttft_s: float | None, duration_s: float, output_tokens: int
-    ) -> None: ...
-
-    def on_step(self, *, compute_s: float, num_tokens: int) -> None: ...
-
-
-class NoMetrics:
-    """Counts nothing."""
-
-    def on_request_ended(self, outcome: str, *, ttft_s: float | None, duration_s: float, output_tokens: int) -> None:
-        """Ignore it."""
-
-    def on_step(self, *, compute_s: float, num_tokens: int) -> None:
-        """Ignore it."""
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -107,6 +87,7 @@ class AsyncEngine:
         self._metrics = metrics or NoMetrics()
         self._clock = clock
         self._draw_seed = draw_seed
+        self._request_log = RequestLog(self._metrics, clock)
         self._log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
         self._streams: dict[RequestKey, RequestStream] = {}  # of the requests that the core works on
         self._wake = asyncio.Event()
@@ -174,7 +155,7 @@ class AsyncEngine:
         try:
             stream = await self._open(request, created)
         except LooseleafError as error:
-            self._report_refused(request, error, created)
+            self._request_log.refused(request, error, created)
             raise
         try:
             while not stream.is_over:
@@ -273,7 +254,7 @@ class AsyncEngine:
         if self._streams.pop(stream.key, None) is None:
             return
         self._core.abort(stream.key)
-        self._report(stream, "request.aborted", "aborted")
+        self._request_log.aborted(stream)
         self._note_idle()
 
     def _end(self, stream: RequestStream, error: LooseleafError | None, *, num_preemptions: int) -> None:
@@ -282,46 +263,15 @@ class AsyncEngine:
             return
         if error is None:
             stream.finish(self._clock())
-            reasons = stream.finish_reasons
-            outcome = "length" if "length" in reasons else "stop"
-            self._report(stream, "request.finished", outcome, finish_reason=reasons, preemptions=num_preemptions)
+            self._request_log.finished(stream, num_preemptions)
         else:
             stream.fail(error)
-            self._report(stream, "request.failed", error.code, code=error.code, preemptions=num_preemptions)
+            self._request_log.failed(stream, error, num_preemptions)
         self._note_idle()
 
     def _note_idle(self) -> None:
         if not self._streams:
             self._idle.set()
-
-    def _report(self, stream: RequestStream, event: str, outcome: str, **facts: object) -> None:
-        """Write the request's one line and count it."""
-        duration_s = self._clock() - stream.created
-        ttft_s = None if stream.first_token is None else stream.first_token - stream.created
-        self._log.info(
-            event,
-            request_id=stream.request.request_id,
-            prompt_tokens=len(stream.prompt_token_ids),
-            cached_tokens=stream.cached_tokens,
-            output_tokens=stream.num_output_tokens,
-            ttft_s=None if ttft_s is None else round(ttft_s, 6),
-            duration_s=round(duration_s, 6),
-            **facts,
-        )
-        self._metrics.on_request_ended(
-            outcome, ttft_s=ttft_s, duration_s=duration_s, output_tokens=stream.num_output_tokens
-        )
-
-    def _report_refused(self, request: GenerateRequest, error: LooseleafError, created: float) -> None:
-        duration_s = self._clock() - created
-        self._log.info(
-            "request.refused",
-            request_id=request.request_id,
-            code=error.code,
-            param=error.param,
-            duration_s=round(duration_s, 6),
-        )
-        self._metrics.on_request_ended(error.code, ttft_s=None, duration_s=duration_s, output_tokens=0)
 
     # ── Steps ────────────────────────────────────────────────────────────────────────────────────
 
@@ -407,7 +357,8 @@ class AsyncEngine:
         self._end(stream, failure, num_preemptions=0)
 
     def _fail_all(self, error: LooseleafError) -> None:
-        self._deliver(self._core.fail_all(error))
+        if not self._death_reason:  # else all have had their error, and the core may be what broke
+            self._deliver(self._core.fail_all(error))
 
     def _die(self, reason: str, error: Exception) -> None:
         """Stop for good: the first fatal cause is kept and every request gets it."""

@@ -27,9 +27,10 @@ from service.engine.request import (
     RequestStarted,
     Sequence,
     choice_seed,
+    require_fit,
 )
 from service.engine.scheduler import Grant, Scheduler
-from service.errors import ContextTooLong, InvalidRequest, LooseleafError, NonFiniteLogits, QueueFull
+from service.errors import LooseleafError, NonFiniteLogits, QueueFull
 from service.messages import FinishReason, PoolUsage, SamplingParams
 
 
@@ -112,7 +113,13 @@ class EngineCore:
         (prompt, or prompt and `max_tokens`, do not fit) and `QueueFull`. A pool smaller than the context ends a choice with "length".
         """
         num_prompt = len(prompt_token_ids)
-        self._validate(num_prompt, sampling)
+        require_fit(
+            num_prompt,
+            sampling,
+            max_model_len=self._max_model_len,
+            pool_tokens=self._pool.num_usable * self._pool.block_size,
+            max_choices=self._scheduler.max_running,
+        )
         if self._scheduler.num_unstarted >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests are waiting already; try again later")
         max_output = self.capacity - num_prompt
@@ -166,7 +173,7 @@ class EngineCore:
             raise InvariantBroken(f"{len(self._requests)} requests live and no token of them can be computed")
         batch = StepBatch(
             step_id=next(self._step_ids),
-            entries=tuple(self._entry(sequence, num_tokens) for sequence, num_tokens in plan.grants),
+            entries=tuple(sequence.entry(num_tokens, self._pool.block_size) for sequence, num_tokens in plan.grants),
             copies=tuple(plan.copies),
         )
         for sequence, _ in plan.grants:
@@ -260,63 +267,8 @@ class EngineCore:
 
     # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _validate(self, num_prompt: int, sampling: SamplingParams) -> None:
-        if num_prompt == 0:
-            raise InvalidRequest("the prompt must have at least one token", param="prompt")
-        if num_prompt >= self.capacity:
-            raise ContextTooLong(
-                f"the prompt has {num_prompt} tokens and at most {self.capacity - 1} fit "
-                f"(context {self._max_model_len} tokens, pool {self._pool.num_usable * self._pool.block_size} tokens, "
-                "one of them for the answer)",
-                param="prompt",
-            )
-        room = self._max_model_len - num_prompt
-        if sampling.max_tokens is not None and sampling.max_tokens > room:
-            raise ContextTooLong(
-                f"max_tokens is {sampling.max_tokens} and after a prompt of {num_prompt} tokens the context of "
-                f"{self._max_model_len} has room for {room}",
-                param="max_tokens",
-            )
-        max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
-        if sampling.min_tokens > max_tokens:
-            raise InvalidRequest(
-                f"min_tokens is {sampling.min_tokens} and must be at most max_tokens, {max_tokens}",
-                param="min_tokens",
-            )
-        if sampling.n > self._scheduler.max_running:
-            raise InvalidRequest(
-                f"n is {sampling.n} and at most {self._scheduler.max_running} sequences run at once",
-                param="n",
-            )
-
     def _next_sequence_id(self) -> SequenceId:
         return SequenceId(next(self._sequence_ids))
-
-    def _entry(self, sequence: Sequence, num_tokens: int) -> StepEntry:
-        request, sampling = sequence.request, sequence.request.sampling
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        prompt = request.prompt_token_ids
-        is_sampled = end == sequence.num_tokens and request.max_output > 0
-        if not is_sampled:
-            seeds: tuple[int, ...] = ()
-        elif sequence.num_slots > 1:
-            seeds = request.seeds
-        else:
-            seeds = (request.seeds[sequence.index],)
-        has_history = is_sampled and sampling.wants_penalties
-        return StepEntry(
-            sequence_id=sequence.id,
-            token_ids=tuple(sequence.tokens[start:end]),
-            start=start,
-            block_ids=tuple(sequence.table.block_ids[: -(-end // self._pool.block_size)]),
-            sampling=sampling,
-            seeds=seeds,
-            num_output_tokens=sequence.num_output,
-            eos_ids=request.stop_ids,
-            prompt_token_ids=prompt if has_history else None,
-            output_token_ids=tuple(sequence.tokens[len(prompt) :]) if has_history else None,
-            prompt_logprob_targets=prompt[start + 1 : end + 1] if request.lacks_prompt_logprobs else None,
-        )
 
     def _publish(self, sequence: Sequence) -> None:
         """Make the blocks that are now full and computed findable."""

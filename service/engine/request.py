@@ -16,8 +16,8 @@ from typing import NewType
 from msgspec import Struct
 
 from allocator import BlockPool, BlockTable
-from service.engine.batch import PromptLogprob, SampledToken, SequenceId
-from service.errors import LooseleafError
+from service.engine.batch import PromptLogprob, SampledToken, SequenceId, StepEntry
+from service.errors import ContextTooLong, InvalidRequest, LooseleafError
 from service.messages import FinishReason, SamplingParams
 
 RequestKey = NewType("RequestKey", int)  # made by the core: a client's own id may occur twice and is never a key
@@ -150,6 +150,32 @@ class Sequence:
         child.num_published = self.num_published
         return child
 
+    def entry(self, num_tokens: int, block_size: int) -> StepEntry:
+        """Describe the next `num_tokens` tokens to the runner; the last known one is sampled from."""
+        request, sampling, prompt = self.request, self.request.sampling, self.request.prompt_token_ids
+        start, end = self.num_computed, self.num_computed + num_tokens
+        is_sampled = end == self.num_tokens and request.max_output > 0
+        if not is_sampled:
+            seeds: tuple[int, ...] = ()
+        elif self.num_slots > 1:
+            seeds = request.seeds
+        else:
+            seeds = (request.seeds[self.index],)
+        has_history = is_sampled and sampling.wants_penalties
+        return StepEntry(
+            sequence_id=self.id,
+            token_ids=tuple(self.tokens[start:end]),
+            start=start,
+            block_ids=tuple(self.table.block_ids[: -(-end // block_size)]),
+            sampling=sampling,
+            seeds=seeds,
+            num_output_tokens=self.num_output,
+            eos_ids=request.stop_ids,
+            prompt_token_ids=prompt if has_history else None,
+            output_token_ids=tuple(self.tokens[len(prompt) :]) if has_history else None,
+            prompt_logprob_targets=prompt[start + 1 : end + 1] if request.lacks_prompt_logprobs else None,
+        )
+
     def num_blocks_at_end(self, pool: BlockPool) -> int:
         """Blocks that this sequence, with the choices still to be forked, can hold at most.
 
@@ -168,6 +194,38 @@ class Sequence:
         table = self.table
         is_tail_shared = table.num_tail_slots > 0 and not pool.is_writable(table.block_ids[-1])
         return max(0, self.num_blocks_at_end(pool) - len(table.block_ids)) + is_tail_shared
+
+
+def require_fit(
+    num_prompt: int, sampling: SamplingParams, *, max_model_len: int, pool_tokens: int, max_choices: int
+) -> None:
+    """Refuse what can never be served: raises `InvalidRequest` or `ContextTooLong` with the field and the limit.
+
+    Nothing is allocated per choice before this has passed.
+    """
+    if num_prompt == 0:
+        raise InvalidRequest("the prompt must have at least one token", param="prompt")
+    capacity = min(max_model_len, pool_tokens)
+    if num_prompt >= capacity:
+        raise ContextTooLong(
+            f"the prompt has {num_prompt} tokens and at most {capacity - 1} fit (context {max_model_len} tokens, "
+            f"pool {pool_tokens} tokens, one of them for the answer)",
+            param="prompt",
+        )
+    room = max_model_len - num_prompt
+    if sampling.max_tokens is not None and sampling.max_tokens > room:
+        raise ContextTooLong(
+            f"max_tokens is {sampling.max_tokens} and after a prompt of {num_prompt} tokens the context of "
+            f"{max_model_len} has room for {room}",
+            param="max_tokens",
+        )
+    max_tokens = room if sampling.max_tokens is None else sampling.max_tokens
+    if sampling.min_tokens > max_tokens:
+        raise InvalidRequest(
+            f"min_tokens is {sampling.min_tokens} and must be at most max_tokens, {max_tokens}", param="min_tokens"
+        )
+    if sampling.n > max_choices:
+        raise InvalidRequest(f"n is {sampling.n} and at most {max_choices} sequences run at once", param="n")
 
 
 def choice_seed(seed: int, index: int) -> int:
