@@ -20,6 +20,7 @@ AUTO = "auto"
 # Name → "module:class", best first: `auto` takes the first that has no objection.
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
+        "numba-cpu": "backends.numba_cpu:NumbaCpuBackend",
         "reference": "backends.reference:ReferenceBackend",
     }
 )

@@ -1,0 +1,318 @@
+"""Attention over blocks, and the writing of new keys and values. Knows addresses and strides; what they mean is decided by the plan.
+
+One item: a *tile* (some queries of one sequence and a range of its keys) for one kv head, so that the group of query heads which share
+the head reads its keys and values once. Keys are taken 64 at a time, at multiples of 64 from the start of the sequence:
+
+    pack    16-key transposes put the head dimension into words x keys; values are paired (bfloat16) or copied (float32)
+    scores  rows of (query, head) x 64 keys by `multiply_tile`
+    softmax online, per row: running maximum and sum; weights in the type of the pool
+    sum     rows x head size, again by `multiply_tile`, kept in float32
+
+Products of bfloat16 are exact in float32; weights are rounded to bfloat16 before they meet the values, their sum is not. Invariant: a
+row's result depends on its own sequence alone: blocks of 64 keys have fixed places, and masked keys add an exact zero.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from backends.numba_kernels.threads import Kernel, source_key
+from backends.numba_kernels.vectors import (
+    MAX_ROWS,
+    copy_bytes,
+    multiply_tile,
+    pair_rows,
+    read_float,
+    read_int32,
+    read_int64,
+    scale_row,
+    take_next,
+    transpose_words,
+    weigh_row,
+    write_float,
+    write_int64,
+    write_row,
+)
+
+KEYS = 64  # keys of one pass
+TILE_FIELDS = 7  # int64 fields of a tile, see `_attend`
+NO_SCORE = -1e30
+
+
+@njit(nogil=True, error_model="numpy")
+def _multiply(
+    tag: Any,
+    rows: int,
+    a: int,
+    a_stride: int,
+    b: int,
+    b_stride: int,
+    c: int,
+    c_stride: int,
+    vectors: int,
+    steps: int,
+    adds: bool,
+) -> None:
+    """c [rows, 16 vectors] (+)= a [rows, steps] @ b [steps, 16 vectors]: cut into tiles of nearly equal height."""
+    groups = (rows + MAX_ROWS - 1) // MAX_ROWS
+    for group in range(groups):
+        first = group * rows // groups
+        count = (group + 1) * rows // groups - first
+        for vector in range(0, vectors, 2):
+            multiply_tile(
+                tag,
+                count,
+                min(2, vectors - vector),
+                a + first * a_stride,
+                a_stride,
+                b + vector * 64,
+                b_stride,
+                c + first * c_stride + vector * 64,
+                c_stride,
+                steps,
+                adds,
+            )
+
+
+@njit(nogil=True, error_model="numpy")
+def _attend(arguments: int, tag: Any, size: int) -> None:
+    q, q_row, q_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
+    out, out_row, out_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
+    lse, lse_row = read_int64(arguments + 56), read_int64(arguments + 64)
+    cache, block_stride = read_int64(arguments + 72), read_int64(arguments + 80)
+    value_offset, head_stride, slot_stride = (
+        read_int64(arguments + 88),
+        read_int64(arguments + 96),
+        read_int64(arguments + 104),
+    )
+    tiles, num_tiles = read_int64(arguments + 112), read_int64(arguments + 120)
+    tables, B, D = read_int64(arguments + 128), read_int64(arguments + 136), read_int64(arguments + 144)
+    G, Hkv, window = read_int64(arguments + 152), read_int64(arguments + 160), read_int64(arguments + 168)
+    scale, cap = read_float(arguments + 176), read_float(arguments + 184)
+    part_sums, part_states, max_rows = (
+        read_int64(arguments + 192),
+        read_int64(arguments + 200),
+        read_int64(arguments + 208),
+    )
+
+    words = D * size // 4  # inner steps of a score
+    area = np.empty(
+        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + KEYS * 8, np.uint8
+    )
+    queries = (area.ctypes.data + 63) // 64 * 64  # [rows, D]
+    keys = queries + max_rows * D * size  # [words, KEYS] 32-bit words
+    values = keys + KEYS * D * 4  # [KEYS or KEYS / 2, D] 32-bit words
+    scores = values + KEYS * D * 4  # [rows, KEYS] float32
+    sums = scores + max_rows * KEYS * 4  # [rows, D] float32
+    weights = sums + max_rows * D * 4  # [rows, KEYS]
+    states = weights + max_rows * KEYS * size  # [rows, 2] float32: maximum, sum
+    sources = states + max_rows * 8  # [KEYS] int64 addresses of keys
+
+    while True:
+        item = take_next(arguments)
+        if item >= num_tiles * Hkv:
+            break
+        head = item % Hkv
+        tile = tiles + item // Hkv * (TILE_FIELDS * 8)
+        row, count = read_int64(tile), read_int64(tile + 8)  # rows of q
+        position = read_int64(tile + 16)  # of the first query
+        key_first, key_last = read_int64(tile + 24), read_int64(tile + 32)
+        table = tables + read_int64(tile + 40)
+        part = read_int64(tile + 48)  # 0: the tile is whole; otherwise one more than its place among the parts
+        rows = count * G
+        for r in range(rows):
+            source = q + (row + r // G) * q_row + (head * G + r % G) * q_head
+            copy_bytes(queries + r * D * size, source, D * size)
+            write_float(states + r * 8, np.float32(NO_SCORE))
+            write_float(states + r * 8 + 4, np.float32(0))
+            for d in range(0, D * 4, 8):
+                write_int64(sums + r * D * 4 + d, 0)
+        lowest = max(key_first, 0)
+        if window:
+            lowest = max(lowest, position - window + 1)
+        highest = min(key_last, position + count)
+        for start in range(lowest // KEYS * KEYS, highest, KEYS):
+            vectors = (min(KEYS, highest - start) + 15) // 16
+            for t in range(vectors * 16):
+                # Outside the range stands a neighbour inside it: unwritten slots may hold anything, and zero times NaN is NaN.
+                key = min(max(start + t, lowest), highest - 1)
+                block = np.int64(read_int32(table + key // B * 4))
+                write_int64(sources + t * 8, cache + block * block_stride + head * head_stride + key % B * slot_stride)
+            for group in range(vectors):
+                for word in range(0, words, 16):
+                    transpose_words(
+                        sources + group * 128,
+                        word * 4,
+                        min(16, words - word),
+                        keys + word * (KEYS * 4) + group * 64,
+                        KEYS * 4,
+                    )
+            _multiply(tag, rows, queries, D * size, keys, KEYS * 4, scores, KEYS * 4, vectors, words, False)
+            for r in range(rows):
+                at = position + r // G
+                first = lowest
+                if window:
+                    first = max(first, at - window + 1)
+                first = min(max(first - start, 0), KEYS)
+                last = min(max(min(at + 1, highest) - start, 0), KEYS)
+                shrink = weigh_row(
+                    tag,
+                    scores + r * KEYS * 4,
+                    weights + r * KEYS * size,
+                    vectors,
+                    first,
+                    last,
+                    scale,
+                    cap,
+                    states + r * 8,
+                )
+                if shrink != np.float32(1):
+                    scale_row(sums + r * D * 4, D, shrink)
+            if size == 2:
+                for t in range(0, vectors * 16, 2):
+                    first_value = read_int64(sources + t * 8) + value_offset
+                    pair_rows(first_value, read_int64(sources + t * 8 + 8) + value_offset, values + t // 2 * D * 4, D)
+            else:
+                for t in range(vectors * 16):
+                    copy_bytes(values + t * D * 4, read_int64(sources + t * 8) + value_offset, D * 4)
+            _multiply(
+                tag, rows, weights, KEYS * size, values, D * 4, sums, D * 4, D // 16, vectors * 16 * size // 4, True
+            )
+        for r in range(rows):
+            q_head_index = head * G + r % G
+            if part:
+                place = (part - 1 + r // G) * Hkv * G + q_head_index
+                copy_bytes(part_sums + place * D * 4, sums + r * D * 4, D * 4)
+                copy_bytes(part_states + place * 8, states + r * 8, 8)
+            else:
+                target = out + (row + r // G) * out_row + q_head_index * out_head
+                log_sum = _finish(
+                    tag, sums + r * D * 4, target, D, read_float(states + r * 8), read_float(states + r * 8 + 4)
+                )
+                if lse:
+                    write_float(lse + (row + r // G) * lse_row + q_head_index * 4, log_sum)
+
+
+@njit(nogil=True, error_model="numpy")
+def _finish(tag: Any, sums: int, target: int, D: int, maximum: Any, total: Any) -> Any:
+    """Divide by the sum of the weights and write; returns the natural log-sum-exp. Zeros and -inf where no key was seen."""
+    if total == np.float32(0):
+        write_row(tag, sums, target, D, np.float32(0), 0)
+        return np.float32(-np.inf)
+    write_row(tag, sums, target, D, np.float32(1) / total, 0)
+    return np.float32(maximum + math.log(total))
+
+
+@njit(nogil=True, error_model="numpy")
+def _merge(arguments: int, tag: Any) -> None:
+    """Merge the parts of split tiles, in order. One item: one query head of one row.
+
+    Arguments: counter, out, out row stride, out head stride, lse, lse row stride, merges, number of merges, H, D, part sums, part states.
+    A merge is (row of q, first part, number of parts, parts' distance); part i of it is at first + i * distance.
+    """
+    out, out_row, out_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
+    lse, lse_row = read_int64(arguments + 32), read_int64(arguments + 40)
+    merges, num_merges = read_int64(arguments + 48), read_int64(arguments + 56)
+    H, D = read_int64(arguments + 64), read_int64(arguments + 72)
+    part_sums, part_states = read_int64(arguments + 80), read_int64(arguments + 88)
+    total_row = np.empty(D + 16, np.float32)
+    while True:
+        item = take_next(arguments)
+        if item >= num_merges * H:
+            break
+        head = item % H
+        merge = merges + item // H * 32
+        row, first = read_int64(merge), read_int64(merge + 8)
+        count, distance = read_int64(merge + 16), read_int64(merge + 24)
+        maximum = np.float32(NO_SCORE)
+        for i in range(count):
+            maximum = max(maximum, read_float(part_states + ((first + i * distance) * H + head) * 8))
+        total = np.float32(0)
+        total_row[:] = np.float32(0)
+        for i in range(count):
+            place = (first + i * distance) * H + head
+            factor = np.float32(math.exp(read_float(part_states + place * 8) - maximum))
+            total += factor * read_float(part_states + place * 8 + 4)
+            for d in range(D):
+                total_row[d] += factor * read_float(part_sums + (place * D + d) * 4)
+        log_sum = _finish(tag, total_row.ctypes.data, out + row * out_row + head * out_head, D, maximum, total)
+        if lse:
+            write_float(lse + row * lse_row + head * 4, log_sum)
+
+
+@njit(nogil=True, error_model="numpy")
+def _store(arguments: int) -> None:
+    """Copy keys and values into their slots. One item: 16 tokens.
+
+    Arguments: counter, k, k row stride, k head stride, v, v row stride, v head stride, cache, block stride, value offset, head stride,
+    slot stride, slots (int64), T, Hkv, B, bytes of a head's row.
+    """
+    k, k_row, k_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
+    v, v_row, v_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
+    cache, block_stride = read_int64(arguments + 56), read_int64(arguments + 64)
+    value_offset, head_stride, slot_stride = (
+        read_int64(arguments + 72),
+        read_int64(arguments + 80),
+        read_int64(arguments + 88),
+    )
+    slots, T, Hkv = read_int64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    B, length = read_int64(arguments + 120), read_int64(arguments + 128)
+    while True:
+        first = take_next(arguments) * 16
+        if first >= T:
+            break
+        for t in range(first, min(first + 16, T)):
+            slot = read_int64(slots + t * 8)
+            target = cache + slot // B * block_stride + slot % B * slot_stride
+            for h in range(Hkv):
+                copy_bytes(target + h * head_stride, k + t * k_row + h * k_head, length)
+                copy_bytes(target + h * head_stride + value_offset, v + t * v_row + h * v_head, length)
+
+
+@lru_cache(maxsize=2)
+def attend_kernel(is_bf16: bool) -> Kernel:
+    """Compile the attention body for one type of pool, or load it from the cache."""
+    key = source_key()
+
+    def attend_bf16(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.uint16(0), 2)
+
+    def attend_f32(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.float32(0), 4)
+
+    return Kernel(attend_bf16 if is_bf16 else attend_f32, 26)
+
+
+@lru_cache(maxsize=2)
+def merge_kernel(is_bf16: bool) -> Kernel:
+    """Compile the merge of split tiles for one type of output, or load it from the cache."""
+    key = source_key()
+
+    def merge_bf16(arguments: int) -> None:
+        if key:
+            _merge(arguments, np.uint16(0))
+
+    def merge_f32(arguments: int) -> None:
+        if key:
+            _merge(arguments, np.float32(0))
+
+    return Kernel(merge_bf16 if is_bf16 else merge_f32, 11)
+
+
+@lru_cache(maxsize=1)
+def store_kernel() -> Kernel:
+    """Compile the writing of keys and values, or load it from the cache."""
+    key = source_key()
+
+    def store_rows(arguments: int) -> None:
+        if key:
+            _store(arguments)
+
+    return Kernel(store_rows, 16)

@@ -1,0 +1,493 @@
+"""Vector code that a loop vectoriser does not find: register-tiled products, transposes, softmax of a row, bf16 rounding.
+
+Written as LLVM IR on 16-lane vectors; LLVM maps them to whatever the processor has. What is chosen here is chosen by feature flags, never
+by the processor's name. Addresses are int64, sizes are in bytes unless an argument says otherwise. A `tag` argument selects the element
+type at compile time: a uint16 stands for bfloat16, a float32 for itself. Invariant: no operation here assumes finite numbers, so a NaN in
+an input is a NaN in the output.
+
+A *step* is one 32-bit word of the inner dimension: two bfloat16 or one float32.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+from numba import core, extending, types
+
+# Numba has no usable types for these two.
+intrinsic: Any = extending.intrinsic
+cgutils: Any = core.cgutils
+
+LANES = 16  # lanes of a vector of 32-bit words
+NUM_COLUMNS = 2  # vectors in a tile's row, at most
+
+_FEATURES = llvm.get_host_cpu_features()
+HAS_WIDE = bool(_FEATURES.get("avx512f"))
+HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16")) and llvm.llvm_version_info[0] >= 17
+HAS_FMA = bool(_FEATURES.get("fma")) or bool(_FEATURES.get("neon"))
+# Rows of a tile: 12 x 2 sums leave 8 of 32 wide registers for operands. Half-width machines have 16 registers, two for each sum.
+MAX_ROWS = 12 if HAS_WIDE else 3
+
+I16, I32, I64 = ir.IntType(16), ir.IntType(32), ir.IntType(64)
+F32 = ir.FloatType()
+VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
+_NEGATIVE = -1e30  # stands for minus infinity in running maxima: the difference of two infinities would be NaN
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+    """LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+_VB = ir.VectorType(_BFloat(), 2 * LANES)
+
+Builder = Any  # llvmlite has no types
+Value = Any
+
+
+def _function(b: Builder, name: str, result: Any, arguments: Sequence[Any]) -> Value:
+    return cgutils.get_or_insert_function(b.module, ir.FunctionType(result, arguments), name)
+
+
+def emit_splat(b: Builder, scalar: Value, vector: Any) -> Value:
+    lane = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
+    return b.shuffle_vector(
+        lane, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
+    )
+
+
+def constant(value: float) -> Value:
+    return ir.Constant(VF, [value] * LANES)
+
+
+def emit_load(b: Builder, address: Value, kind: Any) -> Value:
+    return b.load(b.inttoptr(address, kind.as_pointer()), align=1)
+
+
+def emit_store(b: Builder, value: Value, address: Value) -> None:
+    b.store(value, b.inttoptr(address, value.type.as_pointer()), align=1)
+
+
+def emit_at(b: Builder, base: Value, offset: int) -> Value:
+    return b.add(base, ir.Constant(I64, offset)) if offset else base
+
+
+def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
+    if HAS_FMA:
+        return b.call(_function(b, "llvm.fma.v16f32", VF, [VF, VF, VF]), [x, y, z])
+    return b.fadd(b.fmul(x, y), z)
+
+
+def _maximum(b: Builder, x: Value, y: Value) -> Value:
+    return b.select(b.fcmp_ordered(">", x, y), x, y)
+
+
+def emit_reduce(b: Builder, x: Value, combine: Callable[[Value, Value], Value]) -> Value:
+    """Combine the lanes of x in a fixed tree."""
+    width = LANES
+    while width > 1:
+        width //= 2
+        low = ir.Constant(ir.VectorType(I32, width), list(range(width)))
+        high = ir.Constant(ir.VectorType(I32, width), list(range(width, 2 * width)))
+        x = combine(b.shuffle_vector(x, x, low), b.shuffle_vector(x, x, high))
+    return b.extract_element(x, ir.Constant(I32, 0))
+
+
+def emit_exp(b: Builder, x: Value) -> Value:
+    """e ** x for x <= 88: 2 ** n by exponent bits times a polynomial on [-1/2, 1/2]; relative error about 1e-7, NaN stays NaN."""
+    x = b.select(b.fcmp_ordered("<", x, constant(-87.0)), constant(-87.0), x)
+    log2e, magic = (
+        constant(1 / math.log(2)),
+        constant(1.5 * 2**23),
+    )  # adding `magic` rounds to an integer in the low bits
+    rounded = emit_fma(b, x, log2e, magic)
+    rest = emit_fma(b, x, log2e, b.fneg(b.fsub(rounded, magic)))
+    result = constant(math.log(2) ** 7 / math.factorial(7))
+    for k in range(6, -1, -1):
+        result = emit_fma(b, result, rest, constant(math.log(2) ** k / math.factorial(k)))
+    power = b.add(b.bitcast(rounded, VI), ir.Constant(VI, [127] * LANES))
+    return b.fmul(result, b.bitcast(b.shl(power, ir.Constant(VI, [23] * LANES)), VF))
+
+
+def emit_round_bf16(b: Builder, x: Value) -> Value:
+    """Round 16 float32 to bfloat16 bits, ties to even; a NaN becomes the quiet NaN whatever its payload."""
+    bits = b.bitcast(x, VI)
+    odd = b.and_(b.lshr(bits, ir.Constant(VI, [16] * LANES)), ir.Constant(VI, [1] * LANES))
+    rounded = b.add(bits, b.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
+    rounded = b.select(b.fcmp_unordered("uno", x, x), ir.Constant(VI, [0x7FC00000] * LANES), rounded)
+    return b.trunc(b.lshr(rounded, ir.Constant(VI, [16] * LANES)), VH)
+
+
+def is_bfloat16(tag: Any) -> bool:
+    return bool(tag == types.uint16)
+
+
+def _multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: Value) -> Value:
+    """Add the products of one step: column, 16 words; word, one word for all lanes."""
+    if not is_bf16:
+        return emit_fma(b, b.bitcast(column, VF), b.bitcast(word, VF), total)
+    if HAS_BF16_DOT:
+        dot = _function(b, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, _VB, _VB])
+        return b.call(dot, [total, b.bitcast(column, _VB), b.bitcast(word, _VB)])
+    for part in (_low_half, _high_half):
+        total = emit_fma(b, part(b, column), part(b, word), total)
+    return total
+
+
+def _low_half(b: Builder, words: Value) -> Value:
+    return b.bitcast(b.shl(words, ir.Constant(VI, [16] * LANES)), VF)
+
+
+def _high_half(b: Builder, words: Value) -> Value:
+    return b.bitcast(b.and_(words, ir.Constant(VI, [0xFFFF0000] * LANES)), VF)
+
+
+@intrinsic
+def multiply_tile(
+    typing_context: Any,
+    tag: Any,
+    rows: Any,
+    columns: Any,
+    a: Any,
+    a_stride: Any,
+    b_: Any,
+    b_stride: Any,
+    c: Any,
+    c_stride: Any,
+    steps: Any,
+    adds: Any,
+) -> Any:
+    """c[r, :] (+)= sum over steps of a[r, step] * b[step, :] for `rows` ≤ MAX_ROWS rows and `columns` ≤ 2 vectors of float32.
+
+    a: `rows` rows of `steps` words, a_stride bytes apart. b: `steps` rows of 16 * columns words, b_stride bytes apart. c: float32,
+    c_stride bytes apart; kept and added to if `adds`. A row's sum is the same whatever the number of rows.
+    """
+    signature = types.void(tag, *[types.int64] * 9, types.boolean)
+    is_bf16 = is_bfloat16(tag)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, rows, columns, a, a_stride, base, b_stride, c, c_stride, steps, adds = arguments
+        end = b.append_basic_block("tile.end")
+        key = b.add(b.mul(rows, ir.Constant(I64, NUM_COLUMNS + 1)), columns)
+        switch = b.switch(key, end)
+        for r in range(1, MAX_ROWS + 1):
+            for n in range(1, NUM_COLUMNS + 1):
+                block = b.append_basic_block(f"tile.{r}x{n}")
+                switch.add_case(ir.Constant(I64, r * (NUM_COLUMNS + 1) + n), block)
+                b.position_at_end(block)
+                _emit_tile(b, is_bf16, r, n, a, a_stride, base, b_stride, c, c_stride, steps, adds)
+                b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _emit_tile(
+    b: Builder,
+    is_bf16: bool,
+    rows: int,
+    columns: int,
+    a: Value,
+    a_stride: Value,
+    base: Value,
+    b_stride: Value,
+    c: Value,
+    c_stride: Value,
+    steps: Value,
+    adds: Value,
+) -> None:
+    zero = ir.Constant(I64, 0)
+    a_rows = [a]
+    c_rows = [c]
+    for _ in range(rows - 1):
+        a_rows.append(b.add(a_rows[-1], a_stride))
+        c_rows.append(b.add(c_rows[-1], c_stride))
+    entry = b.block
+    load = b.append_basic_block("load")
+    head = b.append_basic_block("head")
+    body = b.append_basic_block("body")
+    done = b.append_basic_block("done")
+    b.cbranch(adds, load, head)
+    b.position_at_end(load)
+    kept = [[emit_load(b, emit_at(b, row, 64 * n), VF) for n in range(columns)] for row in c_rows]
+    b.branch(head)
+    b.position_at_end(head)
+    step = b.phi(I64)
+    b_row = b.phi(I64)
+    totals = [[b.phi(VF) for _ in range(columns)] for _ in range(rows)]
+    for block, start in ((entry, None), (load, kept)):
+        step.add_incoming(zero, block)
+        b_row.add_incoming(base, block)
+        for r in range(rows):
+            for n in range(columns):
+                totals[r][n].add_incoming(constant(0.0) if start is None else start[r][n], block)
+    b.cbranch(b.icmp_signed("<", step, steps), body, done)
+    b.position_at_end(body)
+    columns_now = [emit_load(b, emit_at(b, b_row, 64 * n), VI) for n in range(columns)]
+    offset = b.shl(step, ir.Constant(I64, 2))
+    for r in range(rows):
+        word = emit_splat(b, emit_load(b, b.add(a_rows[r], offset), I32), VI)
+        for n in range(columns):
+            totals[r][n].add_incoming(_multiply_add(b, is_bf16, totals[r][n], columns_now[n], word), body)
+    step.add_incoming(b.add(step, ir.Constant(I64, 1)), body)
+    b_row.add_incoming(b.add(b_row, b_stride), body)
+    b.branch(head)
+    b.position_at_end(done)
+    for r in range(rows):
+        for n in range(columns):
+            emit_store(b, totals[r][n], emit_at(b, c_rows[r], 64 * n))
+
+
+@intrinsic
+def transpose_words(typing_context: Any, sources: Any, offset: Any, words: Any, target: Any, target_stride: Any) -> Any:
+    """Transpose 16 rows of `words` (8 or 16) 32-bit words; row i is read at address sources[i] + offset; result rows hold 16 words.
+
+    `sources` is the address of 16 int64 addresses.
+    """
+    signature = types.void(*[types.int64] * 5)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        sources, offset, words, target, stride = arguments
+        rows = [b.add(emit_load(b, emit_at(b, sources, 8 * i), I64), offset) for i in range(LANES)]
+        with b.if_else(b.icmp_signed("==", words, ir.Constant(I64, LANES))) as (full, half):
+            with full:
+                _emit_transpose(b, [emit_load(b, row, VI) for row in rows], LANES, target, stride)
+            with half:
+                narrow = ir.VectorType(I32, LANES // 2)
+                widen = ir.Constant(VI, [i % (LANES // 2) for i in range(LANES)])
+                loaded = [emit_load(b, row, narrow) for row in rows]
+                _emit_transpose(b, [b.shuffle_vector(v, v, widen) for v in loaded], LANES // 2, target, stride)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _emit_transpose(b: Builder, rows: list[Value], count: int, target: Value, stride: Value) -> None:
+    """Swap index bits between row and lane, one bit a round."""
+    for bit in (1, 2, 4, 8):
+        low = ir.Constant(VI, [LANES + lane - bit if lane & bit else lane for lane in range(LANES)])
+        high = ir.Constant(VI, [LANES + lane if lane & bit else lane + bit for lane in range(LANES)])
+        for i in range(LANES):
+            if not i & bit:
+                x, y = rows[i], rows[i + bit]
+                rows[i], rows[i + bit] = b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)
+    for i in range(count):
+        emit_store(b, rows[i], target)
+        target = b.add(target, stride)
+
+
+@intrinsic
+def pair_rows(typing_context: Any, first: Any, second: Any, target: Any, count: Any) -> Any:
+    """Interleave two rows of `count` bfloat16 (a multiple of 16) into `count` words: first in the low half, second in the high."""
+    signature = types.void(*[types.int64] * 4)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        first, second, target, count = arguments
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64) as (i, _):
+            at = b.shl(i, ir.Constant(I64, 1))
+            low = b.zext(emit_load(b, b.add(first, at), VH), VI)
+            high = b.shl(b.zext(emit_load(b, b.add(second, at), VH), VI), ir.Constant(VI, [16] * LANES))
+            emit_store(b, b.or_(low, high), b.add(target, b.shl(i, ir.Constant(I64, 2))))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def weigh_row(
+    typing_context: Any,
+    tag: Any,
+    scores: Any,
+    weights: Any,
+    vectors: Any,
+    first: Any,
+    last: Any,
+    scale: Any,
+    cap: Any,
+    state: Any,
+) -> Any:
+    """One row of online softmax: scores (float32, `vectors` * 16) → weights exp(score - maximum) in the type of `tag`.
+
+    Scores outside first … last - 1 weigh zero. Scores are multiplied by `scale` and, if `cap` > 0, become cap * tanh(score / cap).
+    `state` is the address of the running (maximum, sum), updated. Returns the factor by which earlier sums must shrink.
+    """
+    signature = types.float32(tag, *[types.int64] * 5, types.float32, types.float32, types.int64)
+    is_bf16 = is_bfloat16(tag)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, scores, weights, vectors, first, last, scale, cap, state = arguments
+        lanes = ir.Constant(VI, list(range(LANES)))
+        factor = emit_splat(b, scale, VF)
+        low = emit_splat(b, b.trunc(first, I32), VI)
+        high = emit_splat(b, b.trunc(last, I32), VI)
+        has_cap = b.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
+        limit = emit_splat(b, cap, VF)
+        old = emit_load(b, state, F32)
+        best = cgutils.alloca_once_value(b, emit_splat(b, old, VF))
+        zero, one = ir.Constant(I64, 0), ir.Constant(I64, 1)
+        with cgutils.for_range_slice(b, zero, vectors, one, intp=I64) as (i, _):
+            at = b.add(scores, b.shl(i, ir.Constant(I64, 6)))
+            x = b.fmul(emit_load(b, at, VF), factor)
+            plain = b.block
+            capped, after = b.append_basic_block("capped"), b.append_basic_block("after")
+            b.cbranch(has_cap, capped, after)
+            b.position_at_end(capped)
+            # tanh(y) = 1 - 2 / (exp(2 y) + 1), with the argument held where exp does not overflow.
+            y = b.fdiv(x, limit)
+            y = b.select(b.fcmp_ordered(">", y, constant(20.0)), constant(20.0), y)
+            e = emit_exp(b, b.fadd(y, y))
+            bounded = b.fmul(limit, b.fsub(constant(1.0), b.fdiv(constant(2.0), b.fadd(e, constant(1.0)))))
+            b.branch(after)
+            b.position_at_end(after)
+            score = b.phi(VF)
+            score.add_incoming(x, plain)
+            score.add_incoming(bounded, capped)
+            index = b.add(lanes, emit_splat(b, b.trunc(b.shl(i, ir.Constant(I64, 4)), I32), VI))
+            seen = b.and_(b.icmp_signed(">=", index, low), b.icmp_signed("<", index, high))
+            # Unseen scores become so small that exp gives exactly zero below, even if the maximum itself is _NEGATIVE.
+            score_seen = b.select(seen, score, constant(2 * _NEGATIVE))
+            emit_store(b, score_seen, at)
+            b.store(_maximum(b, score_seen, b.load(best)), best)
+        new = emit_reduce(b, b.load(best), lambda x, y: _maximum(b, x, y))
+        maximum = emit_splat(b, new, VF)
+        total = cgutils.alloca_once_value(b, constant(0.0))
+        with cgutils.for_range_slice(b, zero, vectors, one, intp=I64) as (i, _):
+            score = emit_load(b, b.add(scores, b.shl(i, ir.Constant(I64, 6))), VF)
+            weight = emit_exp(b, b.fsub(score, maximum))
+            weight = b.select(b.fcmp_ordered("<=", score, constant(1.5 * _NEGATIVE)), constant(0.0), weight)
+            b.store(b.fadd(b.load(total), weight), total)
+            if is_bf16:
+                emit_store(b, emit_round_bf16(b, weight), b.add(weights, b.shl(i, ir.Constant(I64, 5))))
+            else:
+                emit_store(b, weight, b.add(weights, b.shl(i, ir.Constant(I64, 6))))
+        shrink = b.extract_element(emit_exp(b, b.fsub(emit_splat(b, old, VF), maximum)), ir.Constant(I32, 0))
+        emit_store(b, new, state)
+        sum_at = emit_at(b, state, 4)
+        added = emit_reduce(b, b.load(total), lambda x, y: b.fadd(x, y))
+        emit_store(b, b.fadd(b.fmul(emit_load(b, sum_at, F32), shrink), added), sum_at)
+        return shrink
+
+    return signature, generate
+
+
+@intrinsic
+def scale_row(typing_context: Any, row: Any, count: Any, factor: Any) -> Any:
+    """Multiply `count` float32 (a multiple of 16) in place."""
+    signature = types.void(types.int64, types.int64, types.float32)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        row, count, factor = arguments
+        wide = emit_splat(b, factor, VF)
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64) as (i, _):
+            at = b.add(row, b.shl(i, ir.Constant(I64, 2)))
+            emit_store(b, b.fmul(emit_load(b, at, VF), wide), at)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def write_row(typing_context: Any, tag: Any, source: Any, target: Any, count: Any, factor: Any, bias: Any) -> Any:
+    """target[i] = source[i] * factor + bias[i] for `count` float32 (a multiple of 16), rounded to the type of `tag`.
+
+    `bias` is the address of float32 values; zero for none.
+    """
+    signature = types.void(tag, *[types.int64] * 3, types.float32, types.int64)
+    is_bf16 = is_bfloat16(tag)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, source, target, count, factor, bias = arguments
+        wide = emit_splat(b, factor, VF)
+        has_bias = b.icmp_signed("!=", bias, ir.Constant(I64, 0))
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64) as (i, _):
+            words = b.shl(i, ir.Constant(I64, 2))
+            x = b.fmul(emit_load(b, b.add(source, words), VF), wide)
+            plain = b.block
+            with b.if_then(has_bias):
+                shifted = b.fadd(x, emit_load(b, b.add(bias, words), VF))
+                with_bias = b.block
+            result = b.phi(VF)
+            result.add_incoming(x, plain)
+            result.add_incoming(shifted, with_bias)
+            if is_bf16:
+                emit_store(b, emit_round_bf16(b, result), b.add(target, b.shl(i, ir.Constant(I64, 1))))
+            else:
+                emit_store(b, result, b.add(target, words))
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+@intrinsic
+def take_next(typing_context: Any, counter: Any) -> Any:
+    """Return the int64 at address `counter` and add one to it, atomically: how threads share out the items of a launch."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        pointer = b.inttoptr(arguments[0], I64.as_pointer())
+        return b.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
+
+    return types.int64(types.int64), generate
+
+
+def _reader(kind: Any, ir_kind: Any) -> Any:
+    @intrinsic
+    def read(typing_context: Any, address: Any) -> Any:
+        def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+            return emit_load(b, arguments[0], ir_kind)
+
+        return kind(types.int64), generate
+
+    return read
+
+
+read_int64 = _reader(types.int64, I64)
+read_int32 = _reader(types.int32, I32)
+read_float = _reader(types.float32, F32)
+
+
+@intrinsic
+def write_int64(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store an int64."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        emit_store(b, arguments[1], arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def write_float(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store a float32."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        emit_store(b, arguments[1], arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.float32), generate
+
+
+@intrinsic
+def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any:
+    """Copy `count` bytes between areas that do not overlap."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        target, source, count = arguments
+        pointer = ir.IntType(8).as_pointer()
+        cgutils.raw_memcpy(b, b.inttoptr(target, pointer), b.inttoptr(source, pointer), count, 1)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate

@@ -1,0 +1,215 @@
+"""`Ops` on the CPU with compiled kernels, for float32 and bfloat16. Shapes that the kernels do not take go to `TorchOps`.
+
+A decode step calls these some hundred times with a row or a few, so what counts is microseconds per call: one Python frame, one compiled
+call, and a second thread only where there is work for it. Invariant: each row of a result depends on that row of the input alone
+(float32 products excepted: they are torch's, whose rounding may follow the number of rows).
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from backends.numba_kernels.linear import PANEL, linear_kernel
+from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel
+from backends.numba_kernels.threads import Kernel
+from backends.ops import Activation, Linear, TorchOps
+
+# Elements under which a second thread costs more than it saves.
+PARALLEL_ELEMENTS = 1 << 15
+# Rows of x up to which one panel at a time is the better order; beyond, blocks of panels and rows stay in the caches.
+STREAM_ROWS = 48
+BLOCK_PANELS, BLOCK_ROWS = 8, 96
+
+
+class PackedLinear:
+    """A bfloat16 weight in panels (see `numba_kernels.linear`), the only copy that is kept; callable as x [T, K] → [T, N]."""
+
+    __slots__ = (
+        "_address",
+        "_bias",
+        "_bias_address",
+        "_launch",
+        "_packed",
+        "_unpack_rows",
+        "num_inputs",
+        "num_outputs",
+    )
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, unpack_rows: int | None = None) -> None:
+        """Pack weight [N, K], N a multiple of 16 and K even. From `unpack_rows` rows on, torch multiplies by an unpacked copy."""
+        N, K = weight.shape
+        self.num_outputs, self.num_inputs = N, K
+        self._unpack_rows = unpack_rows
+        self._packed = torch.empty(N * K, dtype=torch.bfloat16)
+        full = N // PANEL * PANEL
+        self._panels(0, full).copy_(weight[:full].view(full // PANEL, PANEL, K // 2, 2).transpose(1, 2))
+        if full < N:
+            self._panels(full, N).copy_(weight[full:].view(1, N - full, K // 2, 2).transpose(1, 2))
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._address = self._packed.data_ptr()
+        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self._launch = linear_kernel().launch
+
+    def _panels(self, first: int, last: int) -> Tensor:
+        """View outputs first … last - 1 as [panels, K / 2, outputs of a panel, 2]."""
+        K = self.num_inputs
+        width = min(PANEL, max(1, last - first))
+        return self._packed[first * K : last * K].view(-1, K // 2, width, 2)
+
+    def weight(self) -> Tensor:
+        """Return an unpacked copy of the weight, [N, K]."""
+        full = self.num_outputs // PANEL * PANEL
+        parts = [self._panels(0, full), self._panels(full, self.num_outputs)]
+        return torch.cat([part.transpose(1, 2).reshape(-1, self.num_inputs) for part in parts if part.numel()])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` of the weight, [len(ids), K]: what an embedding that shares this weight looks up."""
+        full = self.num_outputs // PANEL * PANEL
+        if full == self.num_outputs:
+            return self._panels(0, full)[ids // PANEL, :, ids % PANEL].reshape(-1, self.num_inputs)
+        inside = ids < full
+        result = torch.empty(ids.shape[0], self.num_inputs, dtype=torch.bfloat16)
+        low, high = ids[inside], ids[~inside] - full
+        result[inside] = self._panels(0, full)[low // PANEL, :, low % PANEL].reshape(-1, self.num_inputs)
+        result[~inside] = self._panels(full, self.num_outputs)[0][:, high].transpose(0, 1).reshape(-1, self.num_inputs)
+        return result
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply; sums in float32, one rounding."""
+        T = x.shape[0]
+        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
+            x = x.to(torch.bfloat16).contiguous()
+        if self._unpack_rows is not None and self._unpack_rows <= T:
+            bias = None if self._bias is None else self._bias.to(torch.bfloat16)
+            return functional.linear(x, self.weight(), bias)
+        N = self.num_outputs
+        y = torch.empty((T, N), dtype=torch.bfloat16)
+        panels, rows = (1, max(T, 1)) if T <= STREAM_ROWS else (BLOCK_PANELS, BLOCK_ROWS)
+        self._launch(
+            torch.get_num_threads(), x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
+            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, panels, rows,
+        )  # fmt: skip
+        return y
+
+
+class NumbaOps(TorchOps):
+    """Compiled kernels where they exist; what is inherited runs in torch."""
+
+    name = "numba"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        """Compile the kernels for `dtype` (float32 or bfloat16), or load them from the cache."""
+        is_bf16 = dtype == torch.bfloat16
+        self._dtype = dtype
+        self._size = dtype.itemsize
+        self._norm = norm_kernel(is_bf16)
+        self._rotary = rotary_kernel(is_bf16)
+        self._gate = gate_kernel(is_bf16)
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Pack a bfloat16 weight into panels; keep a float32 one (or an odd shape) for torch."""
+        N, K = weight.shape
+        if weight.dtype != torch.bfloat16 or N % 16 or K % 2:
+            return super().pack_linear(weight, bias)
+        return PackedLinear(weight, bias, unpack_rows=128 if _has_matrix_tiles() else None)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Normalise each row in one pass over the cache-resident row."""
+        T, N = x.shape
+        if N % 16 or x.dtype != self._dtype or x.stride(1) != 1:
+            return super().rms_norm(x, weight, eps)
+        y = torch.empty((T, N), dtype=self._dtype)
+        weight = weight.float()
+        _start(self._norm, T * N)(
+            x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, 0, 0, weight.data_ptr(), T, 1, N, _float_bits(eps)
+        )  # fmt: skip
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Add and normalise while the row is in the cache."""
+        T, N = x.shape
+        if (
+            N % 16
+            or x.dtype != self._dtype
+            or residual.dtype != self._dtype
+            or x.stride(1) != 1
+            or residual.stride(1) != 1
+        ):
+            return super().add_rms_norm(x, residual, weight, eps)
+        y = torch.empty((T, N), dtype=self._dtype)
+        weight = weight.float()
+        _start(self._norm, T * N)(
+            x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, residual.data_ptr(), residual.stride(0) * self._size,
+            weight.data_ptr(), T, 1, N, _float_bits(eps),
+        )  # fmt: skip
+        return y
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """Normalise head by head, in place."""
+        T, H, D = x.shape
+        if D % 16 or x.dtype != self._dtype or x.stride(2) != 1:
+            super().rms_norm_heads_(x, weight, eps)
+            return
+        weight = weight.float()
+        row, head = x.stride(0) * self._size, x.stride(1) * self._size
+        _start(self._norm, T * H * D)(
+            x.data_ptr(), row, head, x.data_ptr(), row, head, 0, 0, weight.data_ptr(), T, H, D, _float_bits(eps)
+        )  # fmt: skip
+
+    def rotary_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotate q and k in one launch."""
+        T, H, _ = q.shape
+        half = cos.shape[1]
+        if (
+            half % 16
+            or q.dtype != self._dtype
+            or k.dtype != self._dtype
+            or cos.stride(1) != 1
+            or q.stride(2) != 1
+            or k.stride(2) != 1
+        ):
+            super().rotary_(q, k, cos, sin)
+            return
+        size = self._size
+        Hkv = k.shape[1]
+        _start(self._rotary, T * (H + Hkv) * half * 2)(
+            q.data_ptr(), q.stride(0) * size, q.stride(1) * size, H, k.data_ptr(), k.stride(0) * size, k.stride(1) * size, Hkv,
+            cos.data_ptr(), cos.stride(0) * 4, sin.data_ptr(), sin.stride(0) * 4, T, half,
+        )  # fmt: skip
+
+    def act_mul(self, gate_up: Tensor, activation: Activation) -> Tensor:
+        """Activate and multiply in one pass; the exact GELU is torch's."""
+        T, width = gate_up.shape
+        half = width // 2
+        if activation == "gelu" or half % 16 or gate_up.dtype != self._dtype or gate_up.stride(1) != 1:
+            return super().act_mul(gate_up, activation)
+        y = torch.empty((T, half), dtype=self._dtype)
+        size = self._size
+        kind = SILU if activation == "silu" else GELU_TANH
+        _start(self._gate, T * width)(
+            gate_up.data_ptr(), gate_up.stride(0) * size, half * size, y.data_ptr(), half * size, T, half, kind
+        )  # fmt: skip
+        return y
+
+
+def _start(kernel: Kernel, elements: int) -> Callable[..., None]:
+    """Choose how to run: here and at once for a little work, on torch's threads for more."""
+    if elements < PARALLEL_ELEMENTS:
+        return kernel.run
+    return partial(kernel.launch, torch.get_num_threads())
+
+
+def _has_matrix_tiles() -> bool:
+    """Say whether the processor has AMX: then torch's large products are ten times faster than vectors, even with an unpacking before."""
+    return bool(torch.cpu._is_amx_tile_supported())
+
+
+def _float_bits(number: float) -> int:
+    bits: int = struct.unpack("<I", struct.pack("<f", number))[0]
+    return bits
