@@ -267,6 +267,25 @@ def test_small_requests_pass_a_big_one_for_a_while_and_then_it_is_admitted() -> 
     assert driver.output(big) == continuation(prompt_of(240, start=5), 4)
 
 
+def test_a_head_that_has_not_waited_long_lets_anything_pass_that_has_room_now() -> None:
+    """SCH-02: the reservation begins after PASS_AGE_S, or after PASS_LIMIT sequences."""
+    driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16)
+    driver.add(prompt_of(280, start=1), max_tokens=20)
+    driver.step()
+    big = driver.add(prompt_of(340, start=2), max_tokens=4)  # 85 blocks
+    driver.step()
+    driver.now += PASS_AGE_S / 2
+    first = driver.add(prompt_of(40, start=3), max_tokens=30)  # does not fit beside the big one
+    driver.step()
+    assert len(driver.output(first)) == 1
+    driver.now += PASS_AGE_S / 2
+    second = driver.add(prompt_of(5, start=4), max_tokens=2)  # would fit alone, not with the one that has passed
+    driver.step()
+    assert second not in driver.first_token_step
+    driver.run()
+    assert driver.first_token_step[second] >= driver.first_token_step[big]
+
+
 def test_what_fits_beside_an_aged_head_still_passes_and_does_not_delay_it() -> None:
     """SCH-02: the reservation counts what may pass at its largest."""
     driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16)
