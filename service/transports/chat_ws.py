@@ -99,7 +99,7 @@ class ChatSocket:
         self._running: dict[str, tuple[Answer, asyncio.Task[None]]] = {}
         self._socket = web.WebSocketResponse(
             heartbeat=config.heartbeat_s,
-            max_msg_size=config.max_message_bytes,
+            max_msg_size=config.max_message_bytes + 1,  # aiohttp refuses a message that reaches it
             compress=False,  # costs two to three times the CPU and state for each connection
             timeout=CLOSE_TIMEOUT_S,
             protocols=(PROTOCOL,),
