@@ -10,7 +10,7 @@ import pytest
 import serve
 from aiohttp import web
 from aiohttp.test_utils import TestServer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from load import Answer, SseParser, Target, closed_loop, complete, first_model, open_loop, open_session
 from peers import free_port
@@ -96,7 +96,8 @@ async def ask(fake: FakeServer, prompt: Prompt) -> Answer:
         return await complete(session, fake.target, prompt)
 
 
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n")), max_size=6), st.booleans(), st.data())
+@settings(deadline=None)
+@given(st.lists(st.text(st.characters(codec="utf-8", exclude_characters="\r\n")), max_size=6), st.booleans(), st.data())
 def test_events_come_out_the_same_wherever_the_stream_is_cut(texts: list[str], crlf: bool, data: st.DataObject) -> None:
     end = "\r\n" if crlf else "\n"
     stream = "".join(f": keep-alive{end}data: {text}{end}id: 7{end}{end}" for text in texts).encode()
