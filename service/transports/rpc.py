@@ -214,8 +214,9 @@ class RpcConnection(asyncio.Protocol):
             if not self._has_hello:
                 self._shake_hands(value)
                 return
-            if isinstance(value.get("id"), int) and value["id"] not in self._running:
-                call_id = value["id"] if 0 <= value["id"] < 2**63 else None
+            named = value.get("id")
+            if type(named) is int and 0 <= named < 2**63 and named not in self._running:
+                call_id = named
             self._serve(convert(value, Call))
         except LooseleafError as error:
             if not self._has_hello:
