@@ -292,9 +292,11 @@ class AsyncEngine:
     async def _step(self, batch: StepBatch) -> None:
         """Compute one step and deliver it. A failing step fails its requests; raises `EngineDead` when the engine cannot go on."""
         future = self._executor.submit(batch)
-        await asyncio.wait([future], timeout=self._limits.dead_step_s)
-        if not future.done():
-            future.cancel()
+        try:
+            await asyncio.wait([future], timeout=self._limits.dead_step_s)
+        finally:
+            is_late = future.cancel()  # nobody will take its result; a future that is done stays as it is
+        if is_late:
             raise EngineDead(f"a step did not end within {self._limits.dead_step_s:g} s")
         try:
             output: StepOutput = future.result()

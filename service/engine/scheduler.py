@@ -15,7 +15,7 @@ Policy, in the order in which `schedule` applies it. "Before" is by rank: priori
 4. *Admission* takes the blocks for all tokens a sequence has, in one step with its cache hits, if the pool then still has headroom:
    4^k blocks of growth for it and for each running sequence, where k counts its preemptions (never more than they can use). So each
    preemption makes the next less likely, and after log4(blocks of a sequence) of them it comes back only when all can run to their
-   end: equal requests cannot preempt each other for ever. A sequence alone needs no headroom. No one is admitted in a step that preempted.
+   end: equal requests cannot preempt each other for ever. A sequence alone needs no headroom.
 5. *Passing.* When the first waiting sequence lacks room, smaller ones behind it may pass: freely until PASS_LIMIT have passed or it has
    waited PASS_AGE_S; after that only those that fit beside it in the pool at their largest, so that they cannot delay it beyond the end
    of the sequences that run before it.
@@ -86,11 +86,9 @@ class Scheduler:
     def schedule(self, now: float) -> Plan:
         """Choose the tokens of the next step and reserve their slots. No step may be in flight."""
         self._make_room_for_urgent()
-        num_preemptions = self.num_preemptions
         copies = self._reserve_decodes()
-        may_admit = self.num_preemptions == num_preemptions
         grants = [Grant(sequence, 1) for sequence in self.running if sequence.num_remaining == 1]
-        grants += self._prefill(self._budget - len(grants), now, may_admit)
+        grants += self._prefill(self._budget - len(grants), now)
         return Plan(grants, copies)
 
     # ── Running sequences ────────────────────────────────────────────────────────────────────────
@@ -145,7 +143,7 @@ class Scheduler:
 
     # ── Prefill and admission ────────────────────────────────────────────────────────────────────
 
-    def _prefill(self, left: int, now: float, may_admit: bool) -> list[Grant]:
+    def _prefill(self, left: int, now: float) -> list[Grant]:
         """Share `left` tokens among running and waiting sequences with more than one token to compute."""
         prefills = [sequence for sequence in self.running if sequence.num_remaining > 1]
         is_contended = len(prefills) + len(self.waiting) > 1
@@ -169,7 +167,7 @@ class Scheduler:
         blocked: Sequence | None = None
         num_blocked = 0
         position = 0
-        while may_admit and left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
+        while left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
             if self._slots_used() >= self.max_running:
                 break
             sequence = self.waiting[position]
