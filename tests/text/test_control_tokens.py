@@ -143,6 +143,17 @@ def test_overlapping_control_texts_leave_no_piece_whole(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == content
 
 
+def test_of_control_texts_that_begin_alike_the_template_s_longest_counts(tmp_path: Path) -> None:
+    """TOK-04: the template's own tokens are the same whether or not a content had to be protected."""
+    encoder = sentencepiece_encoder()
+    encoder.add_special_tokens(["[ab]", "[ab]]", "[a"])
+    tokenizer = Tokenizer.from_directory(write_directory(tmp_path, encoder))
+    chat = ChatTemplate("[ab]][ab][a{{ messages[0].content }}", tokenizer)
+    for content in ("harmless", "[ab]"):
+        controls = control_ids(tokenizer, chat.encode([{"role": "user", "content": content}]))
+        assert [tokenizer.token_text(index) for index in controls] == ["[ab]]", "[ab]", "[a"]
+
+
 def test_thousands_of_control_tokens_do_not_slow_a_content_of_angle_brackets(tmp_path: Path) -> None:
     """TOK-04, API-09: the longest match is found although many control texts share their beginning."""
     encoder = sentencepiece_encoder()

@@ -80,6 +80,24 @@ def test_sentencepiece_ids_from_scores_equal_those_from_merges() -> None:
     assert tokenizer.encode("Alice")[0] == 1
 
 
+def test_sentencepiece_merges_follow_the_scores_not_the_order_of_the_list() -> None:
+    """MDL-06"""
+    encoder = sentencepiece_encoder()
+    metadata = gguf_of_sentencepiece(encoder)
+    tokens, scores, types = (metadata[f"tokenizer.ggml.{name}"] for name in ("tokens", "scores", "token_type"))
+    assert isinstance(tokens, list)
+    assert isinstance(scores, list)
+    assert isinstance(types, list)
+    # The first three are named by id; the rest goes in alphabetical order.
+    order = [0, 1, 2, *sorted(range(3, len(tokens)), key=lambda index: tokens[index])]
+    for name, entries in (("tokens", tokens), ("scores", scores), ("token_type", types)):
+        metadata[f"tokenizer.ggml.{name}"] = [entries[index] for index in order]
+    tokenizer = Tokenizer.from_gguf_metadata(metadata)
+    for line in odd_lines(2000, random.Random(5).randrange):
+        pieces = encoder.encode(line, add_special_tokens=False).tokens
+        assert tokenizer.encoder.encode(line, add_special_tokens=False).tokens == pieces, line
+
+
 def test_sentencepiece_without_a_space_prefix_adds_and_strips_none() -> None:
     """MDL-06: as Gemma's file says."""
     metadata = gguf_of_sentencepiece(sentencepiece_encoder(), add_space_prefix=False)

@@ -13,11 +13,12 @@ HI = [{"role": "user", "content": "hi"}]
 @pytest.mark.parametrize(
     "source",
     [
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) if false %}{% endfor %}{% endfor %}",
-        "{% for a in range(99999) %}{% for b in range(99999) %}{% if a < 0 %}x{% endif %}{% endfor %}{% endfor %}",
-        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% macro f() %}{% endmacro %}{% for a in range(99999) %}{% set x = range(99999) | map('abs') | list %}{% endfor %}",
+        "{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}",
+        "{% for a in range(3000) %}{% for b in range(3000) if false %}{% endfor %}{% endfor %}",
+        "{% set big = range(3000) | list %}{% for a in range(3000) if (big | sort | length) < 0 %}{% endfor %}",
+        "{% for a in range(3000) %}{% for b in range(3000) %}{% if a < 0 %}x{% endif %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(18) }}",
+        "{% for a in range(3000) %}{% set x = range(3000) | map('abs') | list %}{% endfor %}",
     ],
 )
 def test_a_template_that_burns_time_is_ended(tiny: Tokenizer, source: str) -> None:
