@@ -81,6 +81,28 @@ async def test_an_end_of_sequence_token_is_counted_and_is_not_text() -> None:
 
 
 @pytest.mark.parametrize("is_included", [False, True])
+async def test_a_stop_token_is_text_only_where_it_is_asked_for(is_included: bool) -> None:
+    """The token that ends a choice is reported, counted, and left out of the text."""
+    ids = tiny_tokenizer().encode("fine.", add_special_tokens=False)
+    async with running_engine(choose=scripted("fine.", NUM_PROMPT)) as it:
+        request = make_request(PROMPT, stop_token_ids=(ids[-1],), include_stop_str_in_output=is_included)
+        answer = await collect(it.engine, request)
+        shown = await collect(it.engine, make_request(PROMPT, skip_special_tokens=False))
+    assert answer.token_ids() == ids
+    assert answer.text() == it.tokenizer.decode(ids if is_included else ids[:-1])
+    assert answer.last().stop_reason == ids[-1]
+    assert shown.text() == "fine."  # not even with special tokens shown is the end of the text a part of it
+
+
+async def test_text_held_back_for_a_stop_string_is_given_out_at_the_end() -> None:
+    text = "one two thr"
+    async with running_engine(choose=scripted(text, NUM_PROMPT)) as it:
+        stopped = await collect(it.engine, make_request(PROMPT, max_tokens=50, stop=("three",)))
+    assert stopped.text() == text
+    assert (stopped.last().finish_reason, stopped.last().stop_reason) == ("stop", None)
+
+
+@pytest.mark.parametrize("is_included", [False, True])
 async def test_a_stop_string_across_tokens_ends_the_choice_and_the_engine_stops_computing(is_included: bool) -> None:
     text = "one two three four five six seven"
     async with running_engine(choose=scripted(text, NUM_PROMPT)) as it:

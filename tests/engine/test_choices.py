@@ -102,6 +102,18 @@ def test_choices_wait_until_all_of_them_have_a_slot() -> None:
     assert all(key in driver.finished for key in others)
 
 
+def test_a_leader_keeps_the_slots_of_its_choices_while_its_prompt_is_computed() -> None:
+    driver = CoreDriver(max_num_seqs=4, token_budget=8)
+    driver.add(prompt_of(40), n=3, temperature=1.0)
+    driver.step()
+    for start in range(3):
+        driver.add(prompt_of(4, start=start), max_tokens=30)
+    most = 0
+    while driver.step() is not None:
+        most = max(most, driver.core.stats().running)
+    assert most == 4
+
+
 def test_one_choice_with_impossible_logits_fails_its_request_and_no_other() -> None:
     driver = CoreDriver()
     key = driver.add(prompt_of(6), n=2, temperature=1.0)
@@ -129,6 +141,19 @@ def test_a_failed_step_fails_what_was_in_it_and_lets_the_rest_go_on() -> None:
     assert driver.core.fail_step(batch.step_id, error) == []
     driver.run()
     assert driver.output(waiting) == continuation(prompt_of(6, start=3), 8)
+
+
+def test_a_failed_step_fails_every_request_that_was_in_it() -> None:
+    """API-02: none of them may go on with blocks that were perhaps half written."""
+    driver = CoreDriver()
+    keys = [driver.add(prompt_of(6, start=i)) for i in range(3)]
+    driver.step()
+    batch = driver.core.schedule(0.0)
+    assert batch is not None
+    driver.take(driver.core.fail_step(batch.step_id, StepFailed("injected")))
+    assert sorted(driver.failed) == keys
+    assert driver.core.is_idle
+    driver.core.check()
 
 
 # ── Ends ─────────────────────────────────────────────────────────────────────────────────────────────

@@ -68,6 +68,23 @@ async def test_steps_that_fail_in_a_row_end_the_engine_and_every_stream() -> Non
         assert await it.engine.wait_until_dead() == health.reason
 
 
+async def test_steps_that_fail_now_and_then_do_not_end_the_engine() -> None:
+    """OPS-01: only failures in a row speak against the engine."""
+    async with running_engine(fault=fault_at(1, 2, 4, 5, 7)) as it:
+        outcomes = [await attempt(it, max_tokens=1) for _ in range(8)]
+        assert it.engine.health().is_ready
+    assert outcomes == [StepFailed, StepFailed, None, StepFailed, StepFailed, None, StepFailed, None]
+
+
+async def attempt(it: TestEngine, *, max_tokens: int) -> type[BaseException] | None:
+    """Run one request; return the type of what ended it badly."""
+    try:
+        await collect(it.engine, make_request(PROMPT, max_tokens=max_tokens))
+    except LooseleafError as error:
+        return type(error)
+    return None
+
+
 @pytest.mark.parametrize("error", [lambda: EngineDead("poisoned context"), lambda: SystemExit(3)])
 async def test_a_fatal_error_of_the_runner_ends_the_engine_at_once(error: Callable[[], BaseException]) -> None:
     """OPS-01: a poisoned device cannot serve the next step either."""
