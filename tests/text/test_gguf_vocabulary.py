@@ -127,6 +127,22 @@ def test_each_family_splits_digits_and_contractions_its_own_way(data: Path, pre:
     assert pieces == expected
 
 
+@pytest.mark.parametrize(
+    ("pre", "is_one_token"), [("llama-bpe", True), ("tekken", True), ("qwen2", False), ("gpt-2", False)]
+)
+def test_a_word_without_merges_is_one_token_only_where_the_family_looks_it_up(
+    data: Path, pre: str, is_one_token: bool
+) -> None:
+    """MDL-06"""
+    metadata = gguf_of_byte_level(data / "golden" / "tiny-llama" / "tokenizer.json", pre, add_bos_token=False)
+    tokens, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    assert isinstance(tokens, list)
+    assert isinstance(types, list)
+    tokens.append("Ġxyzzy")
+    types.append(1)
+    assert (Tokenizer.from_gguf_metadata(metadata).encode(" xyzzy") == [320]) == is_one_token
+
+
 @pytest.mark.parametrize("pre", [None, "default", "brand-new-bpe"])
 def test_an_unknown_pre_tokenizer_is_refused_by_name(data: Path, pre: str | None) -> None:
     """MDL-06"""

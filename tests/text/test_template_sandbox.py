@@ -15,6 +15,7 @@ HI = [{"role": "user", "content": "hi"}]
     [
         "{% for a in range(3000) %}{% for b in range(3000) %}{% endfor %}{% endfor %}",
         "{% for a in range(3000) %}{% for b in range(3000) if false %}{% endfor %}{% endfor %}",
+        "{% set r = range(3000) | list %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
         "{% set big = range(3000) | list %}{% for a in range(3000) if (big | sort | length) < 0 %}{% endfor %}",
         "{% for a in range(3000) %}{% for b in range(3000) %}{% if a < 0 %}x{% endif %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(18) }}",
