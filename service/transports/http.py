@@ -17,6 +17,7 @@ from importlib import resources
 import msgspec
 import structlog
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Middleware
 
 from service.config import Config, ServerConfig
@@ -56,7 +57,7 @@ log = structlog.get_logger(__name__)
 def _is_ours(record: logging.LogRecord) -> bool:
     """Tell aiohttp's reports of its own faults from those of clients that break HTTP, which are no error here."""
     error = record.exc_info[1] if record.exc_info else None
-    return not isinstance(error, web.RequestPayloadError | web.PayloadAccessError)
+    return not isinstance(error, web.RequestPayloadError | web.PayloadAccessError | HttpProcessingError)
 
 
 _server_log = logging.getLogger(f"{__name__}.server")

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import pytest
-from openai import AsyncOpenAI
+import uvloop
 
 from service.config import Config, ServerConfig
 from service.transports.http import HttpServer, create_app
@@ -24,12 +25,11 @@ PAGE = {"index.html": b"<!doctype html><title>t</title>", "chat.js": b"//", "cha
 
 @dataclass(frozen=True)
 class Running:
-    """A server, its engine and clients of it; `openai` is the real SDK, without retries."""
+    """A server, its engine and a client of it."""
 
     server: HttpServer
     engine: FakeEngine
     http: aiohttp.ClientSession
-    openai: AsyncOpenAI
 
     @property
     def url(self) -> str:
@@ -58,11 +58,18 @@ async def serving(engine: FakeEngine | None = None, **options: object) -> AsyncI
     server = HttpServer(app, config.server)
     await server.start()
     try:
-        sdk = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        async with aiohttp.ClientSession(server.url) as http, sdk:
-            yield Running(server=server, engine=engine, http=http, openai=sdk)
+        async with aiohttp.ClientSession(server.url) as http:
+            yield Running(server=server, engine=engine, http=http)
     finally:
         await server.stop()
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Test on the loop that the service runs on, and what other programs import on asyncio's own as well."""
+    loops: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"uvloop": uvloop.new_event_loop}
+    if item.path.stem in ("test_rpc_client", "test_drain"):
+        loops["asyncio"] = asyncio.new_event_loop
+    return loops
 
 
 @pytest.fixture

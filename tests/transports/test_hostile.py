@@ -30,7 +30,8 @@ async def logs(caplog: pytest.LogCaptureFixture) -> AsyncIterator[None]:
     with structlog.testing.capture_logs() as lines:
         yield
     assert [line for line in lines if line["log_level"] not in ("debug", "info")] == []
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+    records = caplog.get_records("call")
+    assert [record.getMessage() for record in records if record.levelno >= logging.WARNING] == []
 
 
 async def beside_neighbours(
