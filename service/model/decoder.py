@@ -108,7 +108,7 @@ class Decoder:
         normed = rms_norm(residual, self._layers[0].attention_norm, eps)
         for layer, attention, next_norm in zip(self._layers, self.attention_layers, self._next_norms, strict=True):
             qkv = layer.qkv(normed).view(num_tokens, -1, head_size)  # [T, H + 2 Hkv, D]
-            q, k, v = torch.split(qkv, split, dim=1)  # three views of it
+            q, k, v = qkv.split_with_sizes(split, 1)  # three views of it
             if layer.q_norm is not None and layer.k_norm is not None:
                 ops.rms_norm_heads_(q, layer.q_norm, eps)
                 ops.rms_norm_heads_(k, layer.k_norm, eps)

@@ -1,62 +1,144 @@
 """Turn the blocks of GGUF tensor types into numbers. Knows block layouts, not names or models.
 
-The types of the built-in model (Q4_1, Q8_0) have a torch form that takes a quarter of the time of the library's numpy code and rounds
-straight into the target's dtype; the library serves every other type. Invariant: both give the same float32 values, bit for bit.
+The common types have a torch form here that takes a quarter of the time of the gguf library's numpy code and rounds straight into the
+target's dtype; the library serves every other type. Invariant: both give the same float32 values, bit for bit (in each formula all
+products but the last are exact, so it rounds once, fused or not).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
-PLAIN_TYPES = {
-    GGMLQuantizationType.F32: torch.float32,
-    GGMLQuantizationType.F16: torch.float16,
-    GGMLQuantizationType.BF16: torch.bfloat16,
-    GGMLQuantizationType.F64: torch.float64,
-}
-# 32 768 elements: temporaries stay in the cache, and torch does not hand so small an operation to its thread pool, whose threads wait for
-# each other at every operation (ten times slower when another process holds a core).
-BLOCKS_AT_ONCE = 1 << 10
+PLAIN_TYPES: Mapping[GGMLQuantizationType, torch.dtype] = MappingProxyType(
+    {
+        GGMLQuantizationType.F32: torch.float32,
+        GGMLQuantizationType.F16: torch.float16,
+        GGMLQuantizationType.BF16: torch.bfloat16,
+        GGMLQuantizationType.F64: torch.float64,
+    }
+)
+# So many that temporaries stay in the cache, and that torch does not hand the operation to its thread pool, whose threads wait for each
+# other at every operation (ten times slower when another process holds a core).
+ELEMENTS_AT_ONCE = 1 << 15
 
 
 def dequantise(data: NDArray[np.uint8], kind: GGMLQuantizationType, out: Tensor) -> None:
     """Fill contiguous `out` from a tensor's bytes [any], rounding once to its dtype; raises NotImplementedError for an unknown type."""
     if kind in PLAIN_TYPES:
         out.copy_(torch.from_numpy(data).view(PLAIN_TYPES[kind]).view(out.shape))
-    elif kind == GGMLQuantizationType.Q4_1:
-        _by_blocks(torch.from_numpy(data).view(-1, 20), out.view(-1, 32), _q4_1)
-    elif kind == GGMLQuantizationType.Q8_0:
-        _by_blocks(torch.from_numpy(data).view(-1, 34), out.view(-1, 32), _q8_0)
+    elif kind in DECODERS:
+        _by_blocks(data, kind, out)
     else:
         out.copy_(torch.from_numpy(dequantize(data.reshape(out.shape[0], -1), kind)).view(out.shape))
 
 
+def _by_blocks(data: NDArray[np.uint8], kind: GGMLQuantizationType, out: Tensor) -> None:
+    """Decode in runs that stay in the cache; on a GPU the packed bytes travel, not the numbers."""
+    block_size, block_bytes = GGML_QUANT_SIZES[kind]
+    blocks, rows = torch.from_numpy(data).view(-1, block_bytes), out.view(-1, block_size)
+    step = ELEMENTS_AT_ONCE // block_size
+    for first in range(0, blocks.shape[0], step):
+        DECODERS[kind](blocks[first : first + step].to(out.device), rows[first : first + step])
+
+
+def _halves(blocks: Tensor, first: int, count: int) -> Tensor:
+    """Return `count` float16 numbers from byte `first` of each block, [n, count] float32."""
+    return blocks[:, first : first + 2 * count].contiguous().view(torch.float16).float()
+
+
+# Each decoder takes blocks [n, bytes] and fills out [n, elements of a block].
+
+
+def _q4_0(blocks: Tensor, out: Tensor) -> None:
+    """Scale, then 16 bytes whose low halves are elements 0-15 and high halves 16-31, offset by 8."""
+    scale, nibbles = _halves(blocks, 0, 1), blocks[:, 2:]
+    out[:, :16] = ((nibbles & 15).float() - 8).mul_(scale)
+    out[:, 16:] = ((nibbles >> 4).float() - 8).mul_(scale)
+
+
 def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    """blocks [n, 20]: scale and minimum as float16, then 16 bytes whose low halves are elements 0-15 and high halves 16-31."""
-    scale_min = blocks[:, :4].contiguous().view(torch.float16).float()
-    scale, minimum = scale_min[:, :1], scale_min[:, 1:]
+    """Scale and minimum, then halves of bytes as in Q4_0 without an offset."""
+    scale, minimum = _halves(blocks, 0, 2).split_with_sizes([1, 1], 1)
     nibbles = blocks[:, 4:]
-    out[:, :16] = torch.addcmul(
-        minimum, (nibbles & 15).float(), scale
-    )  # the product is exact, so fused or not it rounds once
+    out[:, :16] = torch.addcmul(minimum, (nibbles & 15).float(), scale)
     out[:, 16:] = torch.addcmul(minimum, (nibbles >> 4).float(), scale)
 
 
+def _q5_0(blocks: Tensor, out: Tensor) -> None:
+    """Scale, 4 bytes with the fifth bit of each of 32 elements, then halves of bytes as in Q4_0, offset by 16."""
+    scale, nibbles = _halves(blocks, 0, 1), blocks[:, 6:]
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
+    fifth = ((blocks[:, 2:6, None] >> bits) & 1).view(-1, 32) << 4  # bit b of byte B belongs to element 8 B + b
+    out[:, :16] = ((nibbles & 15) | fifth[:, :16]).float().sub_(16).mul_(scale)
+    out[:, 16:] = ((nibbles >> 4) | fifth[:, 16:]).float().sub_(16).mul_(scale)
+
+
 def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    """blocks [n, 34]: scale as float16, then 32 signed bytes."""
-    scale = blocks[:, :2].contiguous().view(torch.float16).float()
-    out.copy_(blocks[:, 2:].view(torch.int8).float().mul_(scale))
+    """Scale, then 32 signed bytes."""
+    out.copy_(blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0, 1)))
 
 
-def _by_blocks(blocks: Tensor, out: Tensor, convert: Callable[[Tensor, Tensor], None]) -> None:
-    """Convert in runs that stay in the cache; on a GPU the packed bytes travel, not the numbers."""
-    for first in range(0, blocks.shape[0], BLOCKS_AT_ONCE):
-        last = first + BLOCKS_AT_ONCE
-        convert(blocks[first:last].to(out.device), out[first:last])
+def _q4_k(blocks: Tensor, out: Tensor) -> None:
+    """Eight groups of 32 under 6-bit scales and minima; 32 bytes hold one group in their low halves and the next in their high ones."""
+    scale, minimum = _group_scales(blocks)
+    nibbles = blocks[:, 16:].view(-1, 4, 32)
+    groups = out.view(-1, 4, 2, 32)
+    groups[:, :, 0] = torch.addcmul(minimum[:, :, 0], (nibbles & 15).float(), scale[:, :, 0])
+    groups[:, :, 1] = torch.addcmul(minimum[:, :, 1], (nibbles >> 4).float(), scale[:, :, 1])
+
+
+def _q5_k(blocks: Tensor, out: Tensor) -> None:
+    """As Q4_K, with 32 more bytes: bit g of byte i is the fifth bit of element i of group g."""
+    scale, minimum = _group_scales(blocks)
+    nibbles = blocks[:, 48:].view(-1, 4, 32)
+    bits = torch.arange(8, dtype=torch.uint8, device=blocks.device).view(4, 2, 1)
+    fifth = ((blocks[:, None, None, 16:48] >> bits) & 1) << 4  # [n, 4, 2, 32]
+    groups = out.view(-1, 4, 2, 32)
+    groups[:, :, 0] = torch.addcmul(minimum[:, :, 0], ((nibbles & 15) | fifth[:, :, 0]).float(), scale[:, :, 0])
+    groups[:, :, 1] = torch.addcmul(minimum[:, :, 1], ((nibbles >> 4) | fifth[:, :, 1]).float(), scale[:, :, 1])
+
+
+def _q6_k(blocks: Tensor, out: Tensor) -> None:
+    """Sixteen groups of 16 under signed 8-bit scales. In each half of the block 64 bytes hold the low four bits of 128 elements and 32
+    bytes their high two: element 32 j + i has bits 2 j of byte i, and its low bits in half j // 2 of byte 32 (j % 2) + i.
+    """
+    low = blocks[:, :128].view(-1, 2, 2, 32)  # [n, half, j % 2, i]
+    shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
+    high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3) << 4  # [n, half, j, i]
+    scale = blocks[:, 192:208].view(torch.int8).float() * _halves(blocks, 208, 1)  # [n, 16]
+    numbers = (torch.cat([low & 15, low >> 4], dim=2) | high).float().sub_(32)  # [n, half, j, i]
+    out.view(-1, 16, 16).copy_(numbers.view(-1, 16, 16).mul_(scale[:, :, None]))
+
+
+def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the scales and the negated minima of a K block's eight groups, [n, 4, 2, 1] each.
+
+    Twelve bytes hold sixteen 6-bit numbers: the first four groups' in the low six bits of bytes 0-3 (scales) and 4-7 (minima), the
+    others' with four bits in bytes 8-11 and the top two in what those bytes leave free.
+    """
+    first, second, third = blocks[:, 4:16].split_with_sizes([4, 4, 4], 1)
+    scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1).float()
+    minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1).float()
+    whole = _halves(blocks, 0, 2)
+    return (scales * whole[:, :1]).view(-1, 4, 2, 1), (minima * -whole[:, 1:]).view(-1, 4, 2, 1)
+
+
+DECODERS: Mapping[GGMLQuantizationType, Callable[[Tensor, Tensor], None]] = MappingProxyType(
+    {
+        GGMLQuantizationType.Q4_0: _q4_0,
+        GGMLQuantizationType.Q4_1: _q4_1,
+        GGMLQuantizationType.Q5_0: _q5_0,
+        GGMLQuantizationType.Q8_0: _q8_0,
+        GGMLQuantizationType.Q4_K: _q4_k,
+        GGMLQuantizationType.Q5_K: _q5_k,
+        GGMLQuantizationType.Q6_K: _q6_k,
+    }
+)

@@ -148,10 +148,13 @@ def test_auto_follows_the_type_of_most_weights(kind: Kind, expected: torch.dtype
 
 # Where a block has its float16 scales: random bits there may be NaN.
 SCALES = {
+    Kind.Q4_0: slice(0, 2),
     Kind.Q4_1: slice(0, 4),
-    Kind.Q8_0: slice(0, 2),
     Kind.Q5_0: slice(0, 2),
+    Kind.Q5_1: slice(0, 4),
+    Kind.Q8_0: slice(0, 2),
     Kind.Q4_K: slice(0, 4),
+    Kind.Q5_K: slice(0, 4),
     Kind.Q6_K: slice(208, 210),
 }
 
