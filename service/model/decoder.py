@@ -9,7 +9,9 @@ its arguments, the plan and the cache.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,6 +25,15 @@ from service.model.config import DecoderConfig
 from service.model.layers import DecoderLayer
 from service.model.rope import RopeTable, make_rope_table
 from service.model.weights import DecoderWeights
+
+
+@runtime_checkable
+class SharedRows(Protocol):
+    """A packed linear that can also look rows up, so that a tied embedding needs no second copy."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` [T] of the weight, [T, N], in new memory."""
+        ...
 
 
 class Decoder:
@@ -39,7 +50,6 @@ class Decoder:
         self.dtype = weights.embedding.dtype
         self.attention_layers: tuple[AttentionLayer, ...] = ()
         self._ops = ops
-        self._embedding = weights.embedding
         # Gemma's factor is rounded to the model's dtype first, as its reference does.
         scale = config.embedding_scale
         self._embedding_scale = None if scale is None else float(torch.tensor(scale, dtype=self.dtype))
@@ -52,6 +62,10 @@ class Decoder:
         # The norm that follows a layer's last addition: the next layer's first, or the final one.
         self._next_norms = (*(layer.attention_norm for layer in self._layers[1:]), weights.final_norm)
         self._head: Linear = ops.pack_linear(weights.head)
+        self._embed: Callable[[Tensor], Tensor] = partial(functional.embedding, weight=weights.embedding)
+        packed: object = self._head
+        if config.tie_embeddings and isinstance(packed, SharedRows):
+            self._embed = packed.rows
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
 
     def kv_cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> KVCacheSpec:
@@ -99,7 +113,7 @@ class Decoder:
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         num_tokens = token_ids.shape[0]
         rotations = [(rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)) for rope in self._ropes]
-        residual = functional.embedding(token_ids, self._embedding)  # [T, N], ours to change
+        residual = self._embed(token_ids)  # [T, N], ours to change
         if self._embedding_scale is not None:
             residual.mul_(self._embedding_scale)
         attended = torch.empty((num_tokens, config.num_heads, head_size), dtype=self.dtype, device=self.device)

@@ -71,6 +71,9 @@ class GgufFile:
         self.description = str(path)
         self.naming = GgufNaming()
         self.metadata = header.metadata
+        parts = self.metadata.get("split.count", 1)
+        if parts not in (0, 1):
+            raise ModelLoadError(f"{path} is one of {parts} parts; join them with llama.cpp's gguf-split --merge first")
         self._tensors = header.tensors
         self._data = header.data
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in header.tensors.items()}

@@ -12,7 +12,7 @@ from typing import Literal
 import structlog
 import torch
 
-from backends.ops import Ops
+from backends.ops import Ops, open_ops
 from service.errors import ModelLoadError
 from service.model.checked_files import read_json
 from service.model.config import DecoderConfig
@@ -49,16 +49,16 @@ class LoadedModel:
 def load_model(
     path: Path,
     *,
-    ops: Ops,
     dtype: DtypeName = "auto",
     device: torch.device | None = None,
     max_model_len: int | None = None,
+    ops: Ops | None = None,
 ) -> LoadedModel:
     """Load the folder or `.gguf` file at `path`.
 
     `dtype` "auto" is the checkpoint's own; float16 becomes bfloat16 on a CPU (same size, no overflow, and the faster one there), and
     quantised GGUF types, whose blocks carry 8 significant bits at most, become bfloat16. `max_model_len` defaults to the declared
-    context. Raises `ModelLoadError`.
+    context; `ops` to the fastest for the device and dtype. Raises `ModelLoadError`.
     """
     device = device or torch.device("cpu")
     if path.is_dir():
@@ -103,11 +103,12 @@ def _build(
     dtype: torch.dtype,
     device: torch.device,
     max_model_len: int | None,
-    ops: Ops,
+    ops: Ops | None,
     tokenizer_source: Path | dict[str, object],
 ) -> LoadedModel:
     length = _model_len(config, max_model_len)
-    decoder = Decoder(config, read_weights(config, source, dtype, device), ops, length)
+    weights = read_weights(config, source, dtype, device)
+    decoder = Decoder(config, weights, ops or open_ops(device, dtype), length)
     return LoadedModel(
         name=name,
         decoder=decoder,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from backends.ops import TorchOps
+from backends.ops import Ops
 from service.model.loading import LoadedModel, load_model
 
 GGUF_NAMES = {
@@ -106,9 +106,11 @@ def write_folder(folder: Path, config: Mapping[str, Any], state: Mapping[str, Te
     return folder
 
 
-def load(path: Path, *, dtype: Any = "float32", max_model_len: int | None = None) -> LoadedModel:
-    """Load with plain torch operations in float32."""
-    return load_model(path, ops=TorchOps(), dtype=dtype, max_model_len=max_model_len)
+def load(
+    path: Path, *, dtype: Any = "float32", max_model_len: int | None = None, ops: Ops | None = None
+) -> LoadedModel:
+    """Load in float32 unless told otherwise."""
+    return load_model(path, ops=ops, dtype=dtype, max_model_len=max_model_len)
 
 
 def folder_state(folder: Path) -> dict[str, Tensor]:

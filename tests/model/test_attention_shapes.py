@@ -23,15 +23,14 @@ def test_a_query_sees_itself_and_the_window_minus_one_before_it_in_every_phase(
     window: int, backend: str, tmp_path: Path
 ) -> None:
     """NUM-03: prompts of 3 … 20 tokens and one of 60, prefill only, decode only, chunked; the second layer sees everything."""
-    config = tiny_config(
-        "MistralForCausalLM", sliding_window=window, layer_types=["sliding_attention", "full_attention"]
-    )
+    kinds = ["sliding_attention", "full_attention"]
+    config = tiny_config("MistralForCausalLM", head_dim=16, sliding_window=window, layer_types=kinds)
     state = random_state(config)
     decoder = load(write_folder(tmp_path, config, state)).decoder
     assert [layer.window for layer in PagedDecoder(decoder, backend).decoder.attention_layers] == [window, None]
     for length in (3, 4, 5, 16, 17, 18, 20, 60):
         ids = [(11 * i + length) % config["vocab_size"] for i in range(length)]
-        wanted = dense_logits(config, state, ids, plain_frequencies(10_000, 12), windows=[window, None])
+        wanted = dense_logits(config, state, ids, plain_frequencies(10_000, 16), windows=[window, None])
         for chunk in (None, 1, 3):
             got = PagedDecoder(decoder, backend, block_size=BLOCK).whole(ids, chunk=chunk)
             assert torch.allclose(got.double(), wanted, rtol=0, atol=2e-4), (length, chunk)
@@ -55,11 +54,11 @@ def test_every_ratio_of_query_to_key_heads_matches_the_definition(
     heads: int, kv_heads: int, backend: str, tmp_path: Path
 ) -> None:
     """NUM-07."""
-    config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
+    config = tiny_config(num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=16)
     state = random_state(config)
     decoder = load(write_folder(tmp_path, config, state)).decoder
     ids = [(13 * i) % config["vocab_size"] for i in range(21)]
-    wanted = dense_logits(config, state, ids, plain_frequencies(10_000, 8))
+    wanted = dense_logits(config, state, ids, plain_frequencies(10_000, 16))
     for chunk in (None, 5):
         got = PagedDecoder(decoder, backend).whole(ids, chunk=chunk)
         assert torch.allclose(got.double(), wanted, rtol=0, atol=2e-4)

@@ -15,13 +15,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from backends.ops import TorchOps
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
 from service.model.dequantise import dequantise
 from service.model.gguf_file import GgufFile
 from service.model.gguf_header import read_gguf_header
-from service.model.loading import load_model
 from service.model.weights import TensorSpec
 from tests.conftest import DATA
 from tests.model.checkpoints import folder_state, load, random_state, tiny_config, write_folder, write_gguf
@@ -140,10 +138,7 @@ def test_a_file_without_an_output_tensor_is_tied(tmp_path: Path) -> None:
 )
 def test_auto_follows_the_type_of_most_weights(kind: Kind, expected: torch.dtype, tmp_path: Path) -> None:
     config, state = llama()
-    assert (
-        load_model(write_gguf(tmp_path / "model.gguf", "llama", config, state, kind=kind), ops=TorchOps()).dtype
-        == expected
-    )
+    assert load(write_gguf(tmp_path / "model.gguf", "llama", config, state, kind=kind), dtype="auto").dtype == expected
 
 
 # Where a block has its float16 scales: random bits there may be NaN.
@@ -223,6 +218,18 @@ def test_an_unknown_architecture_is_named(tmp_path: Path) -> None:
         ModelLoadError, match=r"model\.gguf: GGUF architecture 'mamba' is not supported; known are llama"
     ):
         load(write_gguf(tmp_path / "model.gguf", "mamba", config, state))
+
+
+def test_one_part_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    """MDL-01: the other parts hold the missing tensors."""
+    writer = gguf.GGUFWriter(tmp_path / "part.gguf", "llama")
+    writer.add_uint16("split.count", 3)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelLoadError, match=r"part\.gguf is one of 3 parts"):
+        load(tmp_path / "part.gguf")
 
 
 def metadata(**changes: object) -> tuple[dict[str, object], dict[str, tuple[int, ...]]]:

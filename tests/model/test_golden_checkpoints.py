@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from backends.ops import TorchOps
 from backends.registry import BACKENDS
 from service.model.loading import LoadedModel
 from tests.conftest import DATA
@@ -86,7 +87,7 @@ def test_the_older_spelling_of_the_configuration_means_the_same(name: str, tmp_p
     """NUM-01, NUM-02: `rope_theta`/`rope_scaling`/`torch_dtype` instead of `rope_parameters`/`dtype`."""
     folder = shutil.copytree(DATA / "golden" / name, tmp_path / name)
     shutil.copy(folder / "config.legacy.json", folder / "config.json")
-    legacy = load(folder)
+    legacy = load(folder, ops=TorchOps())
     assert legacy.config == loaded(name).config
     prompt = golden(name)["prompts"][-1]
     logits = PagedDecoder(legacy.decoder).whole(prompt["ids"])
