@@ -69,6 +69,7 @@ class ModelRunner(Generic[PlanT]):
     ) -> None:
         """Bind `model` to `cache`. Ids from `num_valid_ids` on are padding of the head and never sampled.
 
+        `max_model_len` bounds the positions of a warm-up; requests were held to it at the edge.
         `checks_slots` looks at every step for two tokens in one slot, for tests and for hunting a fault: it costs a sort per step.
         """
         model.bind_cache(cache)

@@ -1,15 +1,13 @@
-"""The model runner against transformers: golden tokens and logprobs, whatever steps, blocks and neighbours a sequence has."""
+"""The model runner alone against transformers: golden tokens and logprobs, whatever steps, blocks and neighbours a sequence has."""
 
 from __future__ import annotations
 
 import json
 import math
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
 
 from backends.registry import BACKENDS
 from service.model.loading import LoadedModel
@@ -132,53 +130,3 @@ def test_prompt_logprobs_agree_with_the_golden_logits(name: str, backend: str) -
         normaliser = math.log(sum(map(math.exp, logits)))
         assert score.logprob == pytest.approx(logits[score.token_id] - normaliser, abs=TOLERANCE)
         assert score.top[0][0] == max(range(len(logits)), key=logits.__getitem__)
-
-
-@pytest.fixture(scope="module")
-def real(smollm2: Path) -> LoadedModel:
-    """SmolLM2-135M in float32."""
-    return load(smollm2, dtype="float32")
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@every_backend
-def test_smollm2_generates_and_scores_what_the_golden_run_did_in_one_mixed_batch(
-    real: LoadedModel, backend: str
-) -> None:
-    prompts = [prompt for prompt in golden("smollm2-135m")["prompts"] if prompt["n_prompt"] <= 64]
-    assert len(prompts) >= 20
-    bench = Bench(real, backend, num_blocks=400)
-    sampling = {**GREEDY, "prompt_logprobs": 0}
-    generations = [Generation(prompt["ids"], sampling, len(prompt["steps"])) for prompt in prompts]
-    bench.finish(*generations, budget=100)
-    assert bench.num_mixed_steps > 0
-    for generation, prompt in zip(generations, prompts, strict=True):
-        assert generation.output == [step["id"] for step in prompt["steps"]], prompt["name"]
-        for sample, step in zip(generation.samples, prompt["steps"], strict=True):
-            assert sample.top[0][0] == step["id"]
-            expected = [value for _, value in step["top"]]  # values only: equal ones may stand in either order
-            assert [value for _, value in sample.top] == pytest.approx(expected, abs=TOLERANCE)
-        if prompt.get("prompt_logprobs"):
-            scores = [score.logprob for score in generation.prompt_logprobs]
-            assert scores == pytest.approx(prompt["prompt_logprobs"], abs=TOLERANCE)
-
-
-@pytest.mark.model
-@pytest.mark.slow
-@every_backend
-def test_smollm2_scores_a_long_text_with_the_golden_perplexity(real: LoadedModel, backend: str) -> None:
-    """1 999 prompt logprobs in chunks of 512 tokens; the sums on the way show where a drift would start."""
-    expected = golden("smollm2-135m")["perplexity"]
-    tokenizer = Tokenizer.from_file(str(DATA / "golden" / "smollm2-135m" / "tokenizer.json"))
-    text = (DATA / "text" / "alice.txt").read_text(encoding="utf-8")
-    ids = tokenizer.encode(text, add_special_tokens=False).ids[: expected["tokens"]]
-    assert ids[:16] == expected["first_ids"]
-    generation = Generation(ids, {"prompt_logprobs": 0, "temperature": 0.0}, 1)
-    Bench(real, backend).finish(generation, budget=512)
-    assert generation.num_chunks == 4
-    losses = [-score.logprob for score in generation.prompt_logprobs]
-    assert len(losses) == expected["scored"]
-    assert math.exp(sum(losses) / len(losses)) == pytest.approx(expected["perplexity"], rel=1e-3)
-    for count, loss in expected["cumulative_nll_after"].items():
-        assert sum(losses[: int(count) - 1]) == pytest.approx(loss, rel=1e-3)

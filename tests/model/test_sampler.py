@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.batch import SampledToken, StepEntry
+from service.model.drawing import invert
 from service.model.philox import philox, uniforms
 from service.model.sampler import Sampler
 from tests.model.steps import make_entry
@@ -181,6 +182,29 @@ def test_samples_follow_the_distribution_of_the_row() -> None:
         chi_square = ((seen[alive] - 8000 * expected[alive]) ** 2 / (8000 * expected[alive])).sum()
         assert chi_square < 18.5  # 99.9 % of 4 degrees of freedom
         assert seen[~alive].sum() == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(1, 700), st.integers(0, 2**31), st.sampled_from([0.02, 0.3, 0.9]), st.sampled_from([1.0, 1e-7, 9.0])
+)
+def test_a_number_finds_the_column_of_its_share_and_never_one_without_weight(
+    width: int, seed: int, filled: float, spread: float
+) -> None:
+    """However the partial sums were rounded: the largest number below 1 and 0 itself are the borders that tempt."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = (torch.randn(4, width, generator=generator) * spread).exp()
+    weights[torch.rand(4, width, generator=generator) > filled] = 0.0
+    weights[torch.arange(4), torch.randint(width, (4,), generator=generator)] = 1e-3
+    numbers = torch.rand(4, 40, generator=generator, dtype=torch.float64).sort(dim=1).values
+    numbers[:, 0], numbers[:, -1] = 0.0, 1.0 - 2.0**-53
+    columns = invert(weights, numbers)
+    assert bool((weights.gather(1, columns) > 0).all())
+    assert bool((columns[:, 1:] >= columns[:, :-1]).all())
+    shares = weights.double().cumsum(dim=1) / weights.double().sum(dim=1, keepdim=True)
+    assert bool((shares.gather(1, columns) >= numbers - 1e-6).all())
+    below = torch.where(columns > 0, shares.gather(1, (columns - 1).clamp(min=0)), 0.0)
+    assert bool((below <= numbers + 1e-6).all())
 
 
 def test_a_sample_depends_on_its_seed_and_its_position() -> None:
