@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from backends.errors import BlockCopyError
+
 LAYOUT_ID = "lbkhsd-1"
 
 
@@ -64,9 +66,21 @@ class KVCache:
         return self._data[index]
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy whole blocks (source, destination) in all layers; sources are read before any destination is written."""
-        if not copies:
-            return
-        source = torch.tensor([pair[0] for pair in copies], device=self._data.device)
-        destination = torch.tensor([pair[1] for pair in copies], device=self._data.device)
-        self._data[:, destination] = self._data[:, source]
+        """Copy whole blocks (source, destination) in all layers; sources are read before any destination is written.
+
+        Raises `BlockCopyError` for a block outside the pool or a destination that is named twice; then nothing was copied.
+        """
+        destinations = {destination for _, destination in copies}
+        if len(destinations) != len(copies):
+            raise BlockCopyError(f"a destination is named twice in {list(copies)}")
+        for pair in copies:
+            if not all(0 <= block < self.num_blocks for block in pair):
+                raise BlockCopyError(f"copy {pair} names a block outside the pool of {self.num_blocks}")
+        if self._data.device.type == "cpu":
+            # One block of one layer is one run of memory: plain copies are fastest, and need a buffer only where a source is overwritten.
+            sources = {s: self._data[:, s].clone() if s in destinations else self._data[:, s] for s, _ in copies}
+            for source, destination in copies:
+                self._data[:, destination].copy_(sources[source])
+        elif copies:
+            pairs = torch.tensor(list(copies), device=self._data.device)
+            self._data.index_copy_(1, pairs[:, 1], self._data.index_select(1, pairs[:, 0]))

@@ -48,7 +48,8 @@ class PackedLinear:
         self._unpack_rows = unpack_rows
         self._packed = torch.empty(N * K, dtype=torch.bfloat16)
         full = N // PANEL * PANEL
-        self._panels(0, full).copy_(weight[:full].view(full // PANEL, PANEL, K // 2, 2).transpose(1, 2))
+        if full:
+            self._panels(0, full).copy_(weight[:full].view(full // PANEL, PANEL, K // 2, 2).transpose(1, 2))
         if full < N:
             self._panels(full, N).copy_(weight[full:].view(1, N - full, K // 2, 2).transpose(1, 2))
         self._bias = None if bias is None else bias.float().contiguous()
@@ -59,7 +60,7 @@ class PackedLinear:
     def _panels(self, first: int, last: int) -> Tensor:
         """View outputs first … last - 1 as [panels, K / 2, outputs of a panel, 2]."""
         K = self.num_inputs
-        width = min(PANEL, max(1, last - first))
+        width = PANEL if first == 0 and last >= PANEL else max(1, last - first)
         return self._packed[first * K : last * K].view(-1, K // 2, width, 2)
 
     def weight(self) -> Tensor:

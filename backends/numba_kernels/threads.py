@@ -21,11 +21,9 @@ from typing import Any
 import torch
 from llvmlite import ir
 from numba import cfunc, njit, prange, types
-from numba.core import config as numba_config
 
-from backends.numba_kernels.vectors import intrinsic
+from backends.numba_kernels.vectors import intrinsic, numba_config
 
-config: Any = numba_config
 BODY = types.void(types.int64)
 _C_BODY = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _C_SHORT_BODY = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)
@@ -87,9 +85,9 @@ def describe_threads() -> dict[str, str]:
     """Name the pool that launches use, its size, and where compiled code is kept."""
     shared = _gnu_parallel() is not None
     return {
-        "threading_layer": "torch's GNU OpenMP pool" if shared else f"numba ({config.THREADING_LAYER})",
+        "threading_layer": "torch's GNU OpenMP pool" if shared else f"numba ({numba_config.THREADING_LAYER})",
         "threads": str(torch.get_num_threads()),
-        "kernel_cache": config.CACHE_DIR or "beside the sources, else in the user's cache folder",
+        "kernel_cache": numba_config.CACHE_DIR or "beside the sources, else in the user's cache folder",
     }
 
 

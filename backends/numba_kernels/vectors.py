@@ -18,17 +18,28 @@ import llvmlite.binding as llvm
 from llvmlite import ir
 from numba import core, extending, types
 
-# Numba has no usable types for these two.
+# Numba has no usable types for these.
 intrinsic: Any = extending.intrinsic
 cgutils: Any = core.cgutils
+numba_config: Any = core.config
 
 LANES = 16  # lanes of a vector of 32-bit words
 NUM_COLUMNS = 2  # vectors in a tile's row, at most
 
-_FEATURES = llvm.get_host_cpu_features()
-HAS_WIDE = bool(_FEATURES.get("avx512f"))
-HAS_BF16_DOT = bool(_FEATURES.get("avx512bf16")) and llvm.llvm_version_info[0] >= 17
-HAS_FMA = bool(_FEATURES.get("fma")) or bool(_FEATURES.get("neon"))
+
+def _features() -> set[str]:
+    """Return the features that Numba compiles for: the host's, unless its environment variables say otherwise."""
+    if numba_config.CPU_FEATURES is not None:
+        return {word[1:] for word in numba_config.CPU_FEATURES.split(",") if word.startswith("+")}
+    if numba_config.CPU_NAME is not None:
+        return set()
+    return {name for name, has in llvm.get_host_cpu_features().items() if has}
+
+
+_FEATURES = _features()
+HAS_WIDE = "avx512f" in _FEATURES
+HAS_BF16_DOT = "avx512bf16" in _FEATURES and HAS_WIDE and llvm.llvm_version_info[0] >= 17
+HAS_FMA = "fma" in _FEATURES or "neon" in _FEATURES
 # Rows of a tile: 12 x 2 sums leave 8 of 32 wide registers for operands. Half-width machines have 16 registers, two for each sum.
 MAX_ROWS = 12 if HAS_WIDE else 3
 

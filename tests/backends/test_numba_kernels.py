@@ -1,0 +1,103 @@
+"""What the parity matrix cannot see: other processors, other thread pools, and the cache of compiled code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from backends.kv_cache import KVCacheSpec
+from backends.numba_cpu import NumbaCpuBackend
+from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.threads import Kernel
+from tests.backends.steps import Shape, attend, make_step
+
+SHAPE = Shape(6, 2, 64, 16)
+
+OTHER_PROCESSOR = """
+import torch
+from backends.numba_kernels import vectors
+assert not vectors.HAS_WIDE and not vectors.HAS_BF16_DOT and vectors.HAS_FMA and vectors.MAX_ROWS == 3
+from backends.numba_cpu import NumbaCpuBackend
+from backends.numba_ops import PackedLinear
+from tests.backends.steps import TOLERANCE, Shape, assert_rows_agree, attend, expected, make_step
+torch.manual_seed(0)
+step = make_step(Shape(6, 2, 64, 16), [(1, 40), (33, 50), (1, 1), (1, 1500)], torch.bfloat16)
+layer = step.layer(window=30)
+out, _ = attend(NumbaCpuBackend(), step, layer)
+assert_rows_agree(out, expected(step, layer)[0], TOLERANCE[torch.bfloat16])
+weight, x = torch.randn(80, 64).bfloat16(), torch.randn(7, 64).bfloat16()
+assert_rows_agree(PackedLinear(weight)(x), x.double() @ weight.double().T, TOLERANCE[torch.bfloat16])
+print("right")
+"""
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+@pytest.mark.slow
+def test_a_processor_without_wide_vectors_computes_the_same(tmp_path: Path) -> None:
+    """Kernels follow feature flags: with AVX2 alone, 16 lanes are two registers and bfloat16 is widened to float32."""
+    flags = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"}
+    assert run_python(OTHER_PROCESSOR, NUMBA_CACHE_DIR=str(tmp_path), **flags) == "right"
+
+
+def test_without_torchs_pool_numbas_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    step = make_step(SHAPE, [(1, 700), (90, 90)], torch.float32)
+    backend = NumbaCpuBackend()
+    wanted, _ = attend(backend, step, step.layer())
+    before = torch.get_num_threads()
+    monkeypatch.setattr(attend_kernel(False), "_parallel", None)
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(attend(backend, step, step.layer())[0], wanted)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_warming_up_names_what_is_compiled() -> None:
+    said: list[str] = []
+    NumbaCpuBackend().warm_up(KVCacheSpec(1, 6, 2, 64, 16, torch.float32), said.append)
+    assert said == ["attention", "merge of split contexts", "key and value writes"]
+
+
+def test_the_thread_pool_and_the_vectors_are_reported() -> None:
+    facts = NumbaCpuBackend().describe()
+    assert {"threading_layer", "threads", "vectors", "bfloat16", "kernel_cache"} <= facts.keys()
+    assert "torch" in facts["threading_layer"] or "numba" in facts["threading_layer"]
+
+
+def test_compiled_code_is_kept_where_the_environment_says(tmp_path: Path) -> None:
+    code = "from backends.numba_kernels.attention import store_kernel; store_kernel()"
+    run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    kept = {path.name for path in tmp_path.rglob("*.nb[ci]")}
+    assert any("store_rows" in name for name in kept)
+    run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
+    assert {path.name for path in tmp_path.rglob("*.nb[ci]")} == kept  # the second process loaded it
+
+
+def test_every_thread_draws_its_items_once() -> None:
+    """A launch owns its counter: two launches of one kernel never share it."""
+    kernel: Kernel = attend_kernel(False)
+    step = make_step(SHAPE, [(1, 300)] * 8, torch.float32)
+    backend = NumbaCpuBackend()
+    layer = step.layer()
+    first, _ = attend(backend, step, layer)
+    for _ in range(20):
+        assert torch.equal(attend(backend, step, layer)[0], first)
+    assert attend_kernel(False) is kernel
