@@ -169,7 +169,7 @@ def output_of(entry: StepEntry, samples: Samples | None, scores: tuple[PromptLog
 
 def warm_up_steps(block_size: int, max_model_len: int) -> list[tuple[str, tuple[StepEntry, ...]]]:
     """Return the phases of a warm-up and the entries of each; all of their blocks are the null block."""
-    chunk = min(WARM_UP_PREFILL, max_model_len)
+    few, chunk = min(2, max_model_len), min(WARM_UP_PREFILL, max_model_len)
     context = min(WARM_UP_CONTEXT, max_model_len)
     greedy = SamplingParams(temperature=0.0)
 
@@ -188,7 +188,6 @@ def warm_up_steps(block_size: int, max_model_len: int) -> list[tuple[str, tuple[
     return [
         ("warming up: a decode step", (entry(0, 1, greedy),)),
         ("warming up: a long context", (entry(context - 1, 1, greedy),)),
-        ("warming up: a prefill step", (entry(0, chunk, greedy),)),
         ("warming up: prefill and decode together", (entry(chunk - 1, 1, greedy), entry(0, chunk, greedy))),
         (
             "warming up: the sampler",
@@ -202,7 +201,7 @@ def warm_up_steps(block_size: int, max_model_len: int) -> list[tuple[str, tuple[
                     prompt_token_ids=(0,),
                     output_token_ids=(0,),
                 ),
-                entry(0, chunk, SamplingParams(prompt_logprobs=1), prompt_logprob_targets=(0,) * chunk),
+                entry(0, few, SamplingParams(prompt_logprobs=1), prompt_logprob_targets=(0,) * few),
             ),
         ),
     ]

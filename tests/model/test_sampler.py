@@ -185,9 +185,7 @@ def test_samples_follow_the_distribution_of_the_row() -> None:
 
 
 @settings(max_examples=100, deadline=None)
-@given(
-    st.integers(1, 700), st.integers(0, 2**31), st.sampled_from([0.02, 0.3, 0.9]), st.sampled_from([1.0, 1e-7, 9.0])
-)
+@given(st.integers(1, 700), st.integers(0, 2**31), st.sampled_from([0.02, 0.3, 0.9]), st.sampled_from([1.0, 1e-7, 9.0]))
 def test_a_number_finds_the_column_of_its_share_and_never_one_without_weight(
     width: int, seed: int, filled: float, spread: float
 ) -> None:
