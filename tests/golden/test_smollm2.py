@@ -1,0 +1,143 @@
+"""SmolLM2-135M in float32 through the whole engine gives the tokens of Hugging Face transformers, however it was scheduled.
+
+Each way of scheduling is checked to have really happened: a batch, a chunk, a preemption, a cache hit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from backends.registry import BACKENDS
+from service.messages import SamplingParams
+from service.model.loading import LoadedModel, load_model
+from service.text import Tokenizer
+from tests.golden.engine import BLOCK_SIZE, Answer, GoldenEngine
+
+pytestmark = [pytest.mark.model, pytest.mark.slow]
+
+STEPS = 48
+GREEDY = SamplingParams(temperature=0.0, max_tokens=STEPS, ignore_eos=True, logprobs=5)
+LOGPROB_NOISE = 1e-3
+SINK_NOISE = (
+    5e-3  # the first token of "<|endoftext|>" alone is an attention sink: the reference's own noise is 5e-4 there
+)
+MIXED = ["one_token", "capital", "emoji", "block_16", "block_17", "chat_turns", "digits", "story"]
+
+
+@pytest.fixture(scope="module")
+def golden(data: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((data / "golden/smollm2-135m/golden.json").read_text(encoding="utf-8"))
+    return content
+
+
+@pytest.fixture(scope="module")
+def prompts(golden: dict[str, Any]) -> dict[str, Any]:
+    return {prompt["name"]: prompt for prompt in golden["prompts"]}
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS))
+def backend(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def model(smollm2: Path) -> LoadedModel:
+    import torch
+
+    from backends.ops import open_ops
+
+    return load_model(smollm2, ops=open_ops(torch.device("cpu"), torch.float32), dtype="float32")
+
+
+def assert_golden(prompt: dict[str, Any], answer: Answer) -> None:
+    """Every token equal, every logprob of the reference's five likeliest within its noise."""
+    assert answer.ids == [step["id"] for step in prompt["steps"]], prompt["name"]
+    noise = SINK_NOISE if prompt["name"] == "endoftext_only" else LOGPROB_NOISE
+    for token, step in zip(answer.tokens, prompt["steps"], strict=True):
+        assert token.logprob == pytest.approx(step["top"][0][1], abs=noise), prompt["name"]
+        got = dict(token.top)
+        for token_id, logprob in step["top"][:4]:  # the fifth may be tied with the sixth
+            assert got[token_id] == pytest.approx(logprob, abs=noise), prompt["name"]
+
+
+def test_a_batch_of_all_prompts_equals_the_golden_tokens(
+    model: LoadedModel, backend: str, prompts: dict[str, Any]
+) -> None:
+    engine = GoldenEngine(model, backend, num_blocks=1200)
+    answers = engine.run([prompt["ids"] for prompt in prompts.values()], GREEDY)
+    assert max(len(batch.entries) for batch in engine.batches) == len(prompts)
+    for prompt, answer in zip(prompts.values(), answers, strict=True):
+        assert_golden(prompt, answer)
+
+
+@pytest.mark.parametrize("name", ["one_token", "capital", "block_16", "chat_turns"])
+def test_a_prompt_alone_equals_the_golden_tokens(
+    model: LoadedModel, backend: str, prompts: dict[str, Any], name: str
+) -> None:
+    engine = GoldenEngine(model, backend, num_blocks=20, has_prefix_cache=False)
+    [answer] = engine.run([prompts[name]["ids"]], GREEDY)
+    assert all(len(batch.entries) == 1 for batch in engine.batches)
+    assert_golden(prompts[name], answer)
+
+
+def test_a_prompt_in_chunks_equals_the_golden_tokens(model: LoadedModel, backend: str, prompts: dict[str, Any]) -> None:
+    engine = GoldenEngine(model, backend, num_blocks=100, token_budget=100)
+    [answer] = engine.run([prompts["long_1000"]["ids"]], GREEDY)
+    chunks = [batch for batch in engine.batches if batch.num_tokens > 1]
+    assert len(chunks) == 10
+    assert_golden(prompts["long_1000"], answer)
+
+
+def test_preempted_requests_equal_the_golden_tokens(model: LoadedModel, backend: str, prompts: dict[str, Any]) -> None:
+    engine = GoldenEngine(model, backend, num_blocks=26, has_prefix_cache=False)
+    answers = engine.run([prompts[name]["ids"] for name in MIXED], GREEDY)
+    assert engine.core.stats().preemptions > 0
+    for name, answer in zip(MIXED, answers, strict=True):
+        assert_golden(prompts[name], answer)
+
+
+def test_a_cached_prefix_gives_the_golden_tokens(model: LoadedModel, backend: str, prompts: dict[str, Any]) -> None:
+    engine = GoldenEngine(model, backend, num_blocks=400)
+    [first] = engine.run([prompts["chat_doc_a"]["ids"]], GREEDY)
+    [other, again] = engine.run([prompts["chat_doc_b"]["ids"], prompts["chat_doc_a"]["ids"]], GREEDY)
+    shared = 1815  # ids that the two documents have in common
+    assert first.cached_tokens == 0
+    assert other.cached_tokens == shared // BLOCK_SIZE * BLOCK_SIZE
+    assert again.cached_tokens == (len(prompts["chat_doc_a"]["ids"]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+    assert_golden(prompts["chat_doc_a"], first)
+    assert_golden(prompts["chat_doc_b"], other)
+    assert_golden(prompts["chat_doc_a"], again)
+
+
+def test_perplexity_equals_the_reference(model: LoadedModel, backend: str, golden: dict[str, Any], data: Path) -> None:
+    reference = golden["perplexity"]
+    assert isinstance(model.tokenizer_source, dict)
+    tokenizer = Tokenizer.from_gguf_metadata(model.tokenizer_source)
+    text = (data / "text/alice.txt").read_text(encoding="utf-8")
+    ids = tokenizer.encode(text[:20_000])[: reference["tokens"]]
+    assert ids[:16] == reference["first_ids"]
+    assert hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest() == reference["ids_sha256"]
+    engine = GoldenEngine(model, backend, num_blocks=200)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    [answer] = engine.run([ids], sampling)
+    assert len(answer.prompt_logprobs) == reference["scored"]
+    nll = -sum(entry.logprob for entry in answer.prompt_logprobs)
+    assert nll == pytest.approx(reference["total_nll"], rel=1e-4)
+    assert math.exp(nll / reference["scored"]) == pytest.approx(reference["perplexity"], rel=1e-3)
+
+
+def test_prompt_logprobs_equal_the_reference(model: LoadedModel, backend: str, prompts: dict[str, Any]) -> None:
+    scored = {name: p for name, p in prompts.items() if p.get("prompt_logprobs") and name != "endoftext_only"}
+    assert len(scored) > 10
+    engine = GoldenEngine(model, backend)
+    sampling = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0)
+    answers = engine.run([prompt["ids"] for prompt in scored.values()], sampling)
+    for (name, prompt), answer in zip(scored.items(), answers, strict=True):
+        got = [entry.logprob for entry in answer.prompt_logprobs]
+        assert got == pytest.approx(prompt["prompt_logprobs"], abs=LOGPROB_NOISE), name
