@@ -6,9 +6,11 @@ the null block, the target of padding; nothing reads it for a result.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -59,7 +61,12 @@ class KVCache:
         self.spec = spec
         self.num_blocks = num_blocks
         shape = (spec.num_layers, num_blocks, 2, spec.num_kv_heads, spec.block_size, spec.head_size)
-        self._data = torch.zeros(shape, dtype=spec.dtype, device=device)
+        if device.type == "cpu":
+            # numpy asks the system for zero pages, which take no memory before they are written; torch writes zeros itself.
+            zeros = torch.from_numpy(np.zeros(math.prod(shape) * spec.dtype.itemsize, dtype=np.uint8))
+            self._data = zeros.view(spec.dtype).view(shape)
+        else:
+            self._data = torch.zeros(shape, dtype=spec.dtype, device=device)
 
     def layer(self, index: int) -> Tensor:
         """Return layer `index` of the pool, [num_blocks, 2, Hkv, B, D]."""

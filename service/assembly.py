@@ -17,7 +17,6 @@ from allocator import BlockPool, PrefixCache
 from backends.errors import BackendError
 from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
-from backends.ops import open_ops
 from backends.registry import Selection, select_backend
 from service.config import Config
 from service.engine.async_engine import EngineInfo
@@ -54,7 +53,6 @@ def assemble(config: Config, report: Report) -> Assembly:
     report(f"loading {path.name}")
     model = load_model(
         path,
-        ops=open_ops(device.torch_device, _dtype(config)),
         dtype=config.model.dtype,
         device=device.torch_device,
         max_model_len=config.model.max_model_len,
@@ -126,11 +124,6 @@ def _text_layer(model: LoadedModel, config: Config) -> tuple[Tokenizer, ChatTemp
     tokenizer = Tokenizer.from_directory(source) if isinstance(source, Path) else Tokenizer.from_gguf_metadata(source)
     override = Path(config.model.chat_template) if config.model.chat_template else None
     return tokenizer, ChatTemplate.load(tokenizer, override=override)
-
-
-def _dtype(config: Config) -> torch.dtype:
-    """The dtype the operations will mostly see; "auto" is nearly always bfloat16."""
-    return torch.bfloat16 if config.model.dtype == "auto" else getattr(torch, config.model.dtype)
 
 
 def _free_bytes(device: DeviceInfo) -> int:

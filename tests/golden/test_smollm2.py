@@ -48,11 +48,7 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def model(smollm2: Path) -> LoadedModel:
-    import torch
-
-    from backends.ops import open_ops
-
-    return load_model(smollm2, ops=open_ops(torch.device("cpu"), torch.float32), dtype="float32")
+    return load_model(smollm2, dtype="float32")
 
 
 def assert_golden(prompt: dict[str, Any], answer: Answer) -> None:
