@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 from typing import Any, Self, cast
 
@@ -91,7 +91,7 @@ class RpcClient:
 
     async def generate(
         self, prompt: str | Sequence[int] | None = None, *, messages: Sequence[Message] | None = None, **params: Any
-    ) -> AsyncIterator[Event]:
+    ) -> AsyncGenerator[Event, None]:
         """Stream the events of one generation: `Started`, `Delta`s, `Finished`. Give `prompt` or `messages`."""
         if prompt is not None:
             params["prompt"] = prompt
@@ -137,13 +137,8 @@ class RpcClient:
     ) -> str:
         if params.get("n") not in (None, 1):
             raise InvalidRequest("n: this call returns one text; use generate for several choices", param="n")
-        async with contextlib.aclosing(self._stream(prompt, messages, params)) as events:
+        async with contextlib.aclosing(self.generate(prompt, messages=messages, **params)) as events:
             return "".join([event.text async for event in events if isinstance(event, Delta)])
-
-    def _stream(
-        self, prompt: str | Sequence[int] | None, messages: Sequence[Message] | None, params: dict[str, Any]
-    ) -> Any:
-        return self.generate(prompt, messages=messages, **params)
 
     async def _unary(self, method: str) -> Any:
         connection, call_id = self._open_call()

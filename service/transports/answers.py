@@ -6,12 +6,15 @@ Invariant: an engine's stream that was opened is closed on every way out, so tha
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
 
 from service.errors import Draining, LooseleafError
 from service.messages import EngineClient, Event, GenerateRequest
+
+CUT_TIMEOUT_S = 1.0
 
 
 @asynccontextmanager
@@ -148,4 +151,6 @@ class RunningAnswers:
             error = Draining(f"the server is shutting down and ended this answer after {limit_s:g} s")
             for answer in list(self._running):
                 answer.cut(error)
-            await self._is_idle.wait()
+            with contextlib.suppress(TimeoutError):  # an engine that does not let go must not hold up the exit
+                async with asyncio.timeout(CUT_TIMEOUT_S):
+                    await self._is_idle.wait()

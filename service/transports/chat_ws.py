@@ -25,15 +25,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import structlog
-from aiohttp import WSCloseCode, WSMessage, WSMsgType, web
+from aiohttp import WSMessage, WSMsgType, web
 
 from service.config import ServerConfig
 from service.errors import (
+    Draining,
     ForbiddenOrigin,
     InvalidRequest,
     LooseleafError,
     QueueFull,
     RequestAborted,
+    SlowConsumer,
     Unauthorized,
 )
 from service.messages import EngineClient, Failed, GenerateRequest
@@ -81,7 +83,7 @@ class ChatSockets:
 
     async def close(self) -> None:
         """Close every socket with 1001 now."""
-        closing = [socket.close(WSCloseCode.GOING_AWAY, b"server shutdown") for socket in list(self._open)]
+        closing = [socket.close(Draining.ws_close, b"server shutdown") for socket in list(self._open)]
         await asyncio.gather(*closing)
 
 
@@ -124,9 +126,9 @@ class ChatSocket:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.slow_consumer_s):
                 await self._outbox.wait_sent()
-        await self.close(WSCloseCode.GOING_AWAY, b"server shutdown")
+        await self.close(Draining.ws_close, b"server shutdown")
 
-    async def close(self, code: WSCloseCode, message: bytes) -> None:
+    async def close(self, code: int, message: bytes) -> None:
         """Send a close frame; a peer who does not take it is cut off a moment later."""
         transport = self._request.transport
         with contextlib.suppress(TimeoutError, ConnectionError):
@@ -205,7 +207,7 @@ class ChatSocket:
             pass  # the reader sees the end, too
         except TimeoutError:
             log.info("socket.dropped", request_id=self._request[REQUEST_ID], reason="slow_consumer")
-            await self.close(WSCloseCode.POLICY_VIOLATION, b"slow_consumer")
+            await self.close(SlowConsumer.ws_close, SlowConsumer.code.encode())
 
 
 def check_origin(request: web.Request, allowed: tuple[str, ...]) -> None:

@@ -8,6 +8,7 @@ since the runner cancels handlers whose client went away.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import mimetypes
 import socket
@@ -30,7 +31,7 @@ from service.errors import (
     UnknownRoute,
 )
 from service.messages import EngineClient
-from service.transports.answers import RunningAnswers
+from service.transports.answers import CUT_TIMEOUT_S, RunningAnswers
 from service.transports.chat_ws import ChatSockets
 from service.transports.keys import is_key, request_key
 from service.transports.openai import OpenAIRoutes
@@ -40,6 +41,7 @@ from service.transports.server import listen_tcp
 from service.transports.strict_json import quoted
 
 RETRY_AFTER_S = "1"
+SHUTDOWN_TIMEOUT_S = 0.5  # for the last bytes of responses whose answer has ended
 CONTENT_SECURITY_POLICY = (
     "default-src 'self'; img-src 'self' data:; object-src 'none'; base-uri 'none'; form-action 'none'; "
     "frame-ancestors 'none'"
@@ -103,7 +105,7 @@ class HttpServer:
             app,
             handler_cancellation=True,
             access_log=None,
-            shutdown_timeout=1.0,
+            shutdown_timeout=SHUTDOWN_TIMEOUT_S,
             auto_decompress=False,  # compressed bodies are refused, and with them bombs
             logger=_server_log,
         )
@@ -141,12 +143,14 @@ class HttpServer:
                 # whose answers still have to be cancellable.
                 if connection not in self._app[BUSY]:
                     connection.close()
-        async with asyncio.TaskGroup() as group:
-            group.create_task(answers.drain(limit_s))
-            group.create_task(sockets.drain())
+        with contextlib.suppress(TimeoutError):  # a socket whose peer does not read is left to `stop`
+            async with asyncio.timeout(limit_s + CUT_TIMEOUT_S), asyncio.TaskGroup() as group:
+                group.create_task(answers.drain(limit_s))
+                group.create_task(sockets.drain())
 
     async def stop(self) -> None:
-        """Close every connection; answers still running are cancelled."""
+        """Close every connection at once; answers still running end in an error event if their client reads."""
+        await self._app[ANSWERS].drain(0)
         await self._app[SOCKETS].close()
         await self._runner.cleanup()
         if self._listener is not None:

@@ -105,9 +105,8 @@ class RpcServer:
         await asyncio.gather(*(connection.close() for connection in list(self._connections)))
 
     async def stop(self) -> None:
-        """Close every connection; answers still running are aborted."""
-        self._stop_accepting()
-        await asyncio.gather(*(connection.close() for connection in list(self._connections)))
+        """Close every connection at once; answers still running end in an error if their client reads."""
+        await self.drain(0)
 
     def _connect(self) -> RpcConnection:
         return RpcConnection(self._engine, self._config, self._answers, self._connections)

@@ -66,6 +66,8 @@ def _mend(match: re.Match[bytes]) -> bytes:
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len(dict(pairs)) == len(pairs):  # nearly always, and quick
+        return
     seen: set[str] = set()
     for key, _ in pairs:
         if key in seen:

@@ -80,7 +80,7 @@ FIELDS = [
 def bad_fields(rng: random.Random) -> dict[str, Any]:
     """The fields of a completion or chat of which at least one is wrong for certain, and others may be."""
     base: dict[str, Any] = {"prompt": "hi"} if rng.random() < 0.5 else {"messages": MESSAGES}
-    wrong = rng.choice(
+    wrong: dict[str, Any] = rng.choice(
         [
             {"temprature": 1},
             {"temperature": "hot"},

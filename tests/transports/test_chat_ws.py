@@ -312,7 +312,7 @@ async def test_a_page_of_another_origin_may_not_open_a_socket() -> None:
             with pytest.raises(websockets.InvalidStatus) as refused:
                 await dial(running, origin=origin)
             assert refused.value.response.status_code == 403
-            assert strict(refused.value.response.body or b"")["error"]["code"] == "forbidden_origin"
+            assert strict(bytes(refused.value.response.body or b""))["error"]["code"] == "forbidden_origin"
 
 
 async def test_a_key_is_taken_as_header_or_subprotocol() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import aiohttp
@@ -10,7 +12,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from service.config import Config
-from service.messages import GenerateRequest
+from service.messages import Event, GenerateRequest
 from service.transports.http import ANSWERS, create_app
 from tests.transports.conftest import serving, strict
 from tests.transports.fake_engine import FakeEngine, spoken, started
@@ -122,14 +124,44 @@ async def test_a_long_websocket_answer_is_cut_with_a_failed_message_before_1001(
         await draining
 
 
-async def test_a_stop_without_a_drain_cancels_what_runs() -> None:
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_stop_without_a_drain_ends_what_runs_with_an_error(is_stream: bool) -> None:
     """OPS-03: what a second signal does."""
     never = asyncio.Event()
     async with serving(FakeEngine(lambda request: spoken(request, ["a", "b"], pause=never))) as running:
-        stream = asyncio.create_task(running.post(COMPLETIONS, {"prompt": "x", "stream": True}))
+
+        async def ask() -> str:
+            async with running.http.post(COMPLETIONS, json={"prompt": "x", "stream": is_stream}) as response:
+                return await response.text()
+
+        asked = asyncio.create_task(ask())
         await running.engine.until(lambda engine: engine.num_running == 1)
         async with asyncio.timeout(5):
             await running.server.stop()
         await running.engine.until(lambda engine: engine.num_running == 0)
-        with pytest.raises(aiohttp.ClientError):
-            await stream
+        assert '"code":"draining"' in await asked
+
+
+async def test_an_engine_that_does_not_let_go_does_not_hold_up_the_exit() -> None:
+    """OPS-03: the drain has an end whatever happens."""
+    never = asyncio.Event()
+
+    class Stubborn(FakeEngine):
+        async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
+            try:
+                yield [started(request)]
+                await never.wait()
+            finally:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await never.wait()
+
+    async with serving(Stubborn()) as running:
+        asked = asyncio.create_task(running.post(COMPLETIONS, {"prompt": "x"}))
+        await asyncio.sleep(0)
+        async with running.http.ws_connect("/ws") as socket:
+            await socket.send_json({"type": "completion", "id": "a", "prompt": "x"})
+            await socket.receive(timeout=10)
+            async with asyncio.timeout(10):
+                await running.server.drain(0.01)
+                await running.server.stop()
+        await asyncio.gather(asked, return_exceptions=True)
