@@ -52,7 +52,8 @@ function submit() {
   socket.send(JSON.stringify({
     type: "chat", id: running.id,
     messages: system ? [{ role: "system", content: system }, ...messages] : messages,
-    temperature: Number($("temperature").value), top_p: Number($("top-p").value), max_tokens: Number($("max-tokens").value),
+    temperature: Number($("temperature").value), top_p: Number($("top-p").value),
+    repetition_penalty: Number($("repetition-penalty").value), max_tokens: Number($("max-tokens").value),
   }));
   showRunning();
   refreshSoon();

@@ -54,7 +54,7 @@ def test_a_message_is_answered_token_by_token(server: Server, browser: webdriver
     browser.get(server.url)
     wait = WebDriverWait(browser, 30)
     wait.until(lambda page: "smollm2" in page.find_element(By.ID, "facts").text.lower())
-    browser.execute_script("document.getElementById('temperature').value = 0;")
+    browser.execute_script("temperature.value = 0; document.getElementById('repetition-penalty').value = 1;")
     message = browser.find_element(By.ID, "message")
     message.send_keys("What is the capital of France?", Keys.ENTER)
 
