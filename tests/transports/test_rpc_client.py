@@ -9,6 +9,7 @@ import pytest
 
 from service.client import RpcClient, compacted
 from service.errors import ContextTooLong, Draining, EngineDead, InvalidRequest, MessageTooLarge, Unauthorized
+from service.frames import FrameReader, Welcome, encode_frame
 from service.messages import ChatMessage, Delta, Finished, Started, Usage
 from tests.transports.conftest import rpc_serving
 from tests.transports.fake_engine import MODEL, FakeEngine, spoken
@@ -103,19 +104,39 @@ async def test_a_client_that_goes_away_aborts_its_answers(address: str) -> None:
     assert all(isinstance(result, EngineDead) for result in results)
 
 
-async def test_a_lost_server_raises_engine_dead(address: str) -> None:
+async def test_a_stopped_server_says_so_and_is_gone_afterwards(address: str) -> None:
     never = asyncio.Event()
     engine = FakeEngine(lambda request: spoken(request, ["a", "b"], pause=never))
     async with rpc_serving(engine, address) as server, RpcClient(server.address) as client:
+        where = server.address
         call = asyncio.create_task(client.complete("x"))
         await engine.until(lambda engine: engine.num_running == 1)
         await server.stop()
-        with pytest.raises(EngineDead, match="lost"):
+        with pytest.raises(Draining):
             await call
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineDead, match="lost"):
             await client.complete("again")
         with pytest.raises(EngineDead, match="cannot connect"):
-            await RpcClient(server.address if address.startswith("unix") else "tcp:127.0.0.1:1").connect()
+            await RpcClient(where).connect()
+
+
+@pytest.mark.parametrize(("last_words", "reason"), [(b"", "lost"), (b"\xff" * 8, "does not speak this protocol")])
+async def test_a_server_that_dies_or_talks_nonsense_raises_engine_dead(last_words: bytes, reason: str) -> None:
+    async def die_after_the_welcome(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(encode_frame(Welcome(looseleaf=1, max_frame_bytes=1000, model="m")))
+        hello = FrameReader(1000)
+        while len(list(hello.feed(await reader.read(1000)))) < 1:
+            pass
+        await reader.read(1000)  # the call
+        writer.write(last_words)
+        writer.close()
+
+    server = await asyncio.start_server(die_after_the_welcome, "127.0.0.1", 0)
+    async with server, RpcClient(f"tcp:127.0.0.1:{server.sockets[0].getsockname()[1]}") as client:
+        with pytest.raises(EngineDead, match=reason):
+            await client.complete("x")
+        with pytest.raises(EngineDead, match=reason):
+            await client.stats()
 
 
 async def test_a_drain_cuts_a_long_answer_with_a_typed_error(address: str) -> None:

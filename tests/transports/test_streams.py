@@ -138,7 +138,7 @@ async def test_events_of_one_wake_up_leave_in_one_write() -> None:
     async with serving(FakeEngine(script)) as running:
         reader, writer = await connect(running)
         writer.write(http_request("/v1/completions", b'{"prompt": "x", "stream": true}'))
-        text = await asyncio.wait_for(reader.readuntil(b"0\r\n\r\n"), 10)
+        text = await asyncio.wait_for(reader.readuntil(b"\r\n0\r\n\r\n"), 10)
         writer.close()
     chunks = text.split(b"\r\n\r\n", 1)[1].split(b"\r\n")
     bodies = [chunk for chunk in chunks if chunk.startswith(b"data")]
