@@ -22,9 +22,10 @@ from backends.ops import Activation, Linear, TorchOps
 
 # Elements under which a second thread costs more than it saves.
 PARALLEL_ELEMENTS = 1 << 15
-# Rows of x up to which one panel at a time is the better order; beyond, blocks of panels and rows stay in the caches.
+# Up to so many rows of x, an item is one panel, read once. Beyond, an item is a block of panels and rows that stays in the caches; the
+# speed hardly depends on its size, so it is small, to leave every thread a fair share of a prompt of 64 tokens.
 STREAM_ROWS = 48
-BLOCK_PANELS, BLOCK_ROWS = 8, 96
+BLOCK_PANELS, BLOCK_ROWS = 4, 48
 
 
 class PackedLinear:

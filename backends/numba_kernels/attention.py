@@ -27,6 +27,7 @@ from backends.numba_kernels.vectors import (
     copy_bytes,
     multiply_tile,
     pair_rows,
+    prefetch,
     read_float,
     read_int32,
     read_int64,
@@ -102,7 +103,7 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
 
     words = D * size // 4  # inner steps of a score
     area = np.empty(
-        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + KEYS * 8, np.uint8
+        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + 2 * KEYS * 8, np.uint8
     )
     queries = (area.ctypes.data + 63) // 64 * 64  # [rows, D]
     keys = queries + max_rows * D * size  # [words, KEYS] 32-bit words
@@ -112,12 +113,14 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
     weights = sums + max_rows * D * 4  # [rows, KEYS]
     states = weights + max_rows * KEYS * size  # [rows, 2] float32: maximum, sum
     sources = states + max_rows * 8  # [KEYS] int64 addresses of keys
+    sources_ahead = sources + KEYS * 8  # the same of the next pass
 
     while True:
         item = take_next(arguments)
         if item >= num_tiles * Hkv:
             break
         head = item % Hkv
+        head_cache = cache + head * head_stride
         tile = tiles + item // Hkv * (TILE_FIELDS * 8)
         row, count = read_int64(tile), read_int64(tile + 8)  # rows of q
         position = read_int64(tile + 16)  # of the first query
@@ -138,11 +141,14 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
         highest = min(key_last, position + count)
         for start in range(lowest // KEYS * KEYS, highest, KEYS):
             vectors = (min(KEYS, highest - start) + 15) // 16
-            for t in range(vectors * 16):
-                # Outside the range stands a neighbour inside it: unwritten slots may hold anything, and zero times NaN is NaN.
-                key = min(max(start + t, lowest), highest - 1)
-                block = np.int64(read_int32(table + key // B * 4))
-                write_int64(sources + t * 8, cache + block * block_stride + head * head_stride + key % B * slot_stride)
+            _locate(sources, vectors * 16, start, lowest, highest, table, B, head_cache, block_stride, slot_stride)
+            ahead = min(KEYS, highest - start - KEYS)
+            if ahead > 0:
+                _locate(
+                    sources_ahead, ahead, start + KEYS, lowest, highest, table, B, head_cache, block_stride, slot_stride
+                )
+                for t in range(ahead):
+                    prefetch(read_int64(sources_ahead + t * 8), D * size)
             for group in range(vectors):
                 for word in range(0, words, 16):
                     transpose_words(
@@ -173,6 +179,8 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
                 )
                 if shrink != np.float32(1):
                     scale_row(sums + r * D * 4, D, shrink)
+            for t in range(ahead):
+                prefetch(read_int64(sources_ahead + t * 8) + value_offset, D * size)
             if size == 2:
                 for t in range(0, vectors * 16, 2):
                     first_value = read_int64(sources + t * 8) + value_offset
@@ -196,6 +204,37 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
                 )
                 if lse:
                     write_float(lse + (row + r // G) * lse_row + q_head_index * 4, log_sum)
+
+
+@njit(nogil=True, error_model="numpy")
+def _locate(
+    sources: int,
+    count: int,
+    start: int,
+    lowest: int,
+    highest: int,
+    table: int,
+    B: int,
+    cache: int,
+    block_stride: int,
+    slot_stride: int,
+) -> None:
+    """Write the addresses of keys start … start + count - 1 to `sources`; in place of a key outside lowest … highest - 1 stands a neighbour
+    inside: unwritten slots may hold anything, and zero times NaN is NaN.
+
+    The blocks are walked, because a 64-bit division for each key costs as much as the key's products.
+    """
+    key = max(start, lowest)
+    index, slot = key // B, key % B
+    address = cache + np.int64(read_int32(table + index * 4)) * block_stride + slot * slot_stride
+    for t in range(count):
+        if t > 0 and lowest < start + t < highest:
+            slot += 1
+            address += slot_stride
+            if slot == B:
+                index, slot = index + 1, 0
+                address = cache + np.int64(read_int32(table + index * 4)) * block_stride
+        write_int64(sources + t * 8, address)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -133,7 +133,10 @@ def emit_exp(b: Builder, x: Value) -> Value:
 
 
 def emit_round_bf16(b: Builder, x: Value) -> Value:
-    """Round 16 float32 to bfloat16 bits, ties to even; a NaN becomes the quiet NaN whatever its payload."""
+    """Round 16 float32 to bfloat16 bits, ties to even; a NaN stays a NaN."""
+    if HAS_BF16_DOT:
+        narrow = ir.VectorType(_BFloat(), LANES)
+        return b.bitcast(b.call(_function(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF]), [x]), VH)
     bits = b.bitcast(x, VI)
     odd = b.and_(b.lshr(bits, ir.Constant(VI, [16] * LANES)), ir.Constant(VI, [1] * LANES))
     rounded = b.add(bits, b.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
@@ -451,6 +454,22 @@ def take_next(typing_context: Any, counter: Any) -> Any:
         return b.atomic_rmw("add", pointer, ir.Constant(I64, 1), "monotonic")
 
     return types.int64(types.int64), generate
+
+
+@intrinsic
+def prefetch(typing_context: Any, address: Any, count: Any) -> Any:
+    """Ask for the cache lines of `count` bytes; an address outside the process's memory does no harm."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        address, count = arguments
+        pointer = ir.IntType(8).as_pointer()
+        ask = _function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
+        how = [ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)]  # to read, into L2, data
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, 64), intp=I64) as (i, _):
+            b.call(ask, [b.inttoptr(b.add(address, i), pointer), *how])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
 
 
 def _reader(kind: Any, ir_kind: Any) -> Any:
