@@ -93,9 +93,10 @@ class PackedLinear:
         N = self.num_outputs
         y = torch.empty((T, N), dtype=torch.bfloat16)
         panels, rows = (1, max(T, 1)) if T <= STREAM_ROWS else (BLOCK_PANELS, BLOCK_ROWS)
+        threads = torch.get_num_threads()
         self._launch(
-            torch.get_num_threads(), x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
-            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, panels, rows,
+            threads, x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
+            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, panels, rows, threads,
         )  # fmt: skip
         return y
 

@@ -77,6 +77,7 @@ def _multiply(
                 c_stride,
                 steps,
                 adds,
+                0,
             )
 
 

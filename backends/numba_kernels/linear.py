@@ -4,7 +4,8 @@ Layout of a packed weight [N, K] (N a multiple of 16, K even): panel p holds out
 of one 32-bit word per output, two neighbouring values of k in a word. So a launch reads every weight once, in address order, and a tile
 needs neither transposes nor sums over lanes. Invariant: an output depends on its own row of x alone, bit for bit.
 
-Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, panels per item, rows per item.
+Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, panels per item, rows per item,
+number of threads.
 One item: `panels per item` panels for `rows per item` rows of x, in groups of at most MAX_ROWS rows that stay in L1 while the panels
 stay in L2.
 """
@@ -30,6 +31,7 @@ def _linear(arguments: int, tag: Any) -> None:
     y, y_stride = read_int64(arguments + 40), read_int64(arguments + 48)
     T, N, steps = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
     panels_per_item, rows_per_item = read_int64(arguments + 80), read_int64(arguments + 88)
+    num_threads = read_int64(arguments + 96)
     num_panels = (N + PANEL - 1) // PANEL
     panel_items = (num_panels + panels_per_item - 1) // panels_per_item
     num_items = panel_items * ((T + rows_per_item - 1) // rows_per_item)
@@ -49,6 +51,8 @@ def _linear(arguments: int, tag: Any) -> None:
             for panel in range(first_panel, min(first_panel + panels_per_item, num_panels)):
                 column = panel * PANEL
                 width = min(PANEL, N - column)
+                # While later rows meet a panel that is already in L2, memory would idle: the thread's next panel is fetched then.
+                ahead = num_threads * PANEL * steps * 4 if group > 0 and column + num_threads * PANEL < N else 0
                 multiply_tile(
                     tag,
                     count,
@@ -61,6 +65,7 @@ def _linear(arguments: int, tag: Any) -> None:
                     PANEL * 4,
                     steps,
                     False,
+                    ahead,
                 )
                 for r in range(count):
                     where = y + (row + r) * y_stride + column * 2
@@ -78,4 +83,4 @@ def linear_kernel() -> Kernel:
         if key:
             _linear(arguments, np.uint16(0))
 
-    return Kernel(linear_bf16, 11)
+    return Kernel(linear_bf16, 12)

@@ -148,6 +148,13 @@ def is_bfloat16(tag: Any) -> bool:
     return bool(tag == types.uint16)
 
 
+def _ask(b: Builder, address: Value) -> None:
+    """Ask for the cache line at an address, to read, into L2."""
+    pointer = ir.IntType(8).as_pointer()
+    function = _function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
+    b.call(function, [b.inttoptr(address, pointer), ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+
+
 def _multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: Value) -> Value:
     """Add the products of one step: column, 16 words; word, one word for all lanes."""
     if not is_bf16:
@@ -182,17 +189,18 @@ def multiply_tile(
     c_stride: Any,
     steps: Any,
     adds: Any,
+    ahead: Any,
 ) -> Any:
     """c[r, :] (+)= sum over steps of a[r, step] * b[step, :] for `rows` ≤ MAX_ROWS rows and `columns` ≤ 2 vectors of float32.
 
     a: `rows` rows of `steps` words, a_stride bytes apart. b: `steps` rows of 16 * columns words, b_stride bytes apart. c: float32,
-    c_stride bytes apart; kept and added to if `adds`. A row's sum is the same whatever the number of rows.
+    c_stride bytes apart; kept and added to if `adds`. Each line of b also asks for the one `ahead` bytes further, unless that is 0. A row's sum is the same whatever the number of rows.
     """
-    signature = types.void(tag, *[types.int64] * 9, types.boolean)
+    signature = types.void(tag, *[types.int64] * 9, types.boolean, types.int64)
     is_bf16 = is_bfloat16(tag)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, rows, columns, a, a_stride, base, b_stride, c, c_stride, steps, adds = arguments
+        _, rows, columns, a, a_stride, base, b_stride, c, c_stride, steps, adds, ahead = arguments
         end = b.append_basic_block("tile.end")
         key = b.add(b.mul(rows, ir.Constant(I64, NUM_COLUMNS + 1)), columns)
         switch = b.switch(key, end)
@@ -201,7 +209,7 @@ def multiply_tile(
                 block = b.append_basic_block(f"tile.{r}x{n}")
                 switch.add_case(ir.Constant(I64, r * (NUM_COLUMNS + 1) + n), block)
                 b.position_at_end(block)
-                _emit_tile(b, is_bf16, r, n, a, a_stride, base, b_stride, c, c_stride, steps, adds)
+                _emit_tile(b, is_bf16, r, n, a, a_stride, base, b_stride, c, c_stride, steps, adds, ahead)
                 b.branch(end)
         b.position_at_end(end)
         return context.get_dummy_value()
@@ -222,6 +230,7 @@ def _emit_tile(
     c_stride: Value,
     steps: Value,
     adds: Value,
+    ahead: Value,
 ) -> None:
     zero = ir.Constant(I64, 0)
     a_rows = [a]
@@ -251,13 +260,17 @@ def _emit_tile(
     b.cbranch(b.icmp_signed("<", step, steps), body, done)
     b.position_at_end(body)
     columns_now = [emit_load(b, emit_at(b, b_row, 64 * n), VI) for n in range(columns)]
+    with b.if_then(b.icmp_signed("!=", ahead, ir.Constant(I64, 0))):
+        for n in range(columns):
+            _ask(b, emit_at(b, b.add(b_row, ahead), 64 * n))
+    last = b.block  # where the loop goes back from
     offset = b.shl(step, ir.Constant(I64, 2))
     for r in range(rows):
         word = emit_splat(b, emit_load(b, b.add(a_rows[r], offset), I32), VI)
         for n in range(columns):
-            totals[r][n].add_incoming(_multiply_add(b, is_bf16, totals[r][n], columns_now[n], word), body)
-    step.add_incoming(b.add(step, ir.Constant(I64, 1)), body)
-    b_row.add_incoming(b.add(b_row, b_stride), body)
+            totals[r][n].add_incoming(_multiply_add(b, is_bf16, totals[r][n], columns_now[n], word), last)
+    step.add_incoming(b.add(step, ir.Constant(I64, 1)), last)
+    b_row.add_incoming(b.add(b_row, b_stride), last)
     b.branch(head)
     b.position_at_end(done)
     for r in range(rows):
@@ -462,11 +475,8 @@ def prefetch(typing_context: Any, address: Any, count: Any) -> Any:
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         address, count = arguments
-        pointer = ir.IntType(8).as_pointer()
-        ask = _function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
-        how = [ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)]  # to read, into L2, data
         with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, 64), intp=I64) as (i, _):
-            b.call(ask, [b.inttoptr(b.add(address, i), pointer), *how])
+            _ask(b, b.add(address, i))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
