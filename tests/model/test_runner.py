@@ -231,6 +231,6 @@ def assert_same(actual: EntryOutput, expected: EntryOutput) -> None:
     """Compare samples exactly and logprobs within the rounding of differently shaped products."""
     assert [sample.token_id for sample in actual.samples] == [sample.token_id for sample in expected.samples]
     for ours, theirs in zip(actual.samples, expected.samples, strict=True):
-        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-5)
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
         assert [token_id for token_id, _ in ours.top] == [token_id for token_id, _ in theirs.top]
-        assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], abs=1e-5)
+        assert [value for _, value in ours.top] == pytest.approx([value for _, value in theirs.top], abs=1e-4)
