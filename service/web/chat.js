@@ -105,7 +105,8 @@ const handlers = {
 function connect() {
   const url = new URL("ws", location.href);
   url.protocol = url.protocol.replace("http", "ws");
-  socket = new WebSocket(url);
+  const key = $("key").value.trim();
+  socket = new WebSocket(url, key ? ["looseleaf", `bearer.${key}`] : ["looseleaf"]);
   socket.onopen = () => { showRunning(); refresh(); };
   socket.onmessage = (frame) => {
     const event = JSON.parse(frame.data);
@@ -174,4 +175,5 @@ document.addEventListener("keydown", (event) => { if (event.key === "Escape") ca
 document.addEventListener("visibilitychange", () => { if (!document.hidden) refresh(); });
 stop.addEventListener("click", cancel);
 $("new-chat").addEventListener("click", newChat);
+$("key").addEventListener("change", () => socket.close()); // its close handler connects again, with the key
 connect();
