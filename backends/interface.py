@@ -1,4 +1,4 @@
-"""The contract of an attention backend: `unsupported`, `plan`, `store_kv`, `run`. Nothing of requests, users or text.
+"""The contract of an attention backend: `unsupported`, `prepare`, `plan`, `store_kv`, `run`. Nothing of requests, users or text.
 
 A step calls `plan` once and then, for every layer, `store_kv` and `run`. A plan is a value and is never stored on the backend, so that
 overlapping steps and graph replay cannot corrupt each other.
@@ -8,7 +8,7 @@ S sequences, T query tokens in the step, H query heads, Hkv key/value heads, D h
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -87,6 +87,10 @@ class AttentionBackend(Protocol[PlanT]):
 
     def describe(self) -> dict[str, str]:
         """Facts for `looseleaf check`: threading layer, number of threads, vector features, cache folder."""
+        ...
+
+    def prepare(self, spec: KVCacheSpec, report: Callable[[str], None]) -> None:
+        """Compile or load every kernel that `spec` needs, once, before the first step; `report` hears of each."""
         ...
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> PlanT:

@@ -71,15 +71,14 @@ class NumbaCpuBackend:
             "bfloat16": "AVX512_BF16 dot products" if HAS_BF16_DOT else "widened to float32",
         }
 
-    def warm_up(self, spec: KVCacheSpec, report: Callable[[str], None] | None = None) -> None:
-        """Compile every kernel that `spec` needs (seconds the first time, milliseconds from the cache); `report` hears of each."""
+    def prepare(self, spec: KVCacheSpec, report: Callable[[str], None]) -> None:
+        """Compile every kernel that `spec` needs: seconds the first time, milliseconds from the cache."""
         is_bf16 = spec.dtype == torch.bfloat16
-        say = report if report is not None else lambda _: None
-        say("attention")
+        report("preparing kernels: attention")
         attend_kernel(is_bf16)
-        say("merge of split contexts")
+        report("preparing kernels: merge of split contexts")
         merge_kernel(is_bf16)
-        say("key and value writes")
+        report("preparing kernels: key and value writes")
         store_kernel()
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> NumbaPlan:

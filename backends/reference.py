@@ -6,7 +6,7 @@ with shapes that depend on it alone, so that neighbours in the batch cannot chan
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,6 +55,9 @@ class ReferenceBackend:
     def describe(self) -> dict[str, str]:
         """Say that torch computes everything, with how many threads."""
         return {"implementation": f"torch {torch.__version__}", "threads": str(torch.get_num_threads())}
+
+    def prepare(self, spec: KVCacheSpec, report: Callable[[str], None]) -> None:
+        """Do nothing: torch brings its kernels."""
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> ReferencePlan:
         """Bring lengths to the host and cut each block table to the blocks its sequence has."""

@@ -63,6 +63,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         selection: Selection = select_backend(config.backend.name, spec, device)
     except BackendError as error:
         raise BackendUnavailable(str(error)) from error
+    selection.backend.prepare(spec, report)
     size = size_pool(
         config.cache,
         spec,

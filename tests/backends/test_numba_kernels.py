@@ -70,10 +70,14 @@ def test_without_torchs_pool_numbas_threads_give_the_same_bits(monkeypatch: pyte
         torch.set_num_threads(before)
 
 
-def test_warming_up_names_what_is_compiled() -> None:
+def test_preparing_names_what_is_compiled() -> None:
     said: list[str] = []
-    NumbaCpuBackend().warm_up(KVCacheSpec(1, 6, 2, 64, 16, torch.float32), said.append)
-    assert said == ["attention", "merge of split contexts", "key and value writes"]
+    NumbaCpuBackend().prepare(KVCacheSpec(1, 6, 2, 64, 16, torch.float32), said.append)
+    assert [line.partition(": ")[2] for line in said] == [
+        "attention",
+        "merge of split contexts",
+        "key and value writes",
+    ]
 
 
 def test_the_thread_pool_and_the_vectors_are_reported() -> None:
