@@ -1,7 +1,8 @@
 """From a `GenerateRequest` to prompt token ids, with every check that needs the tokenizer.
 
-Anything long runs in a small worker pool, neither on the event loop nor on the step thread, and what cannot fit is refused before it is
-tokenised. Invariant: what passes here has ids the model knows and numbers the sampler can use.
+Long texts and all chats are encoded in a small worker pool, neither on the event loop nor on the step thread: a chat template is the model's
+own code and may take its whole time limit for one word. What cannot fit is refused before it is tokenised.
+Invariant: what passes here has ids the model knows and numbers the sampler can use.
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 
-from service.errors import ContextTooLong, InvalidRequest
+from service.errors import ContextTooLong, Draining, InvalidRequest
 from service.messages import ChatMessage, GenerateRequest, SamplingParams
 from service.text import ChatTemplate, Tokenizer
 
 INLINE_CHARS = 2048  # up to here encoding takes well under a millisecond, less than handing it to a thread is worth
-INLINE_MESSAGES = 32
 NUM_WORKERS = 2
 
 
@@ -31,7 +31,7 @@ class PromptEncoder:
         self._pool = ThreadPoolExecutor(NUM_WORKERS, thread_name_prefix="looseleaf-text")
 
     async def encode(self, request: GenerateRequest) -> tuple[int, ...]:
-        """Return the prompt's ids. Raises `InvalidRequest` naming the field, or `ContextTooLong`."""
+        """Return the prompt's ids. Raises `InvalidRequest` naming the field, `ContextTooLong`, or `Draining` after `close`."""
         _check_sampling(request.sampling, self._tokenizer.vocab_size)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give exactly one of prompt and messages", param="prompt")
@@ -46,9 +46,9 @@ class PromptEncoder:
                 f"the prompt has at least {at_least} tokens and at most {self._capacity - 1} fit",
                 param="prompt" if request.messages is None else "messages",
             )
-        if num_chars <= INLINE_CHARS and _has_text_only(request.messages or ()):
+        if request.messages is None and num_chars <= INLINE_CHARS:
             return self._encode(request)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, request)
+        return await self._encode_on_worker(request)
 
     def prompt_text(self, request: GenerateRequest, token_ids: tuple[int, ...]) -> str:
         """Return the prompt as text, for an echo: the caller's own text, or what the ids say."""
@@ -59,6 +59,15 @@ class PromptEncoder:
     def close(self) -> None:
         """Give the worker threads up; what they still compute is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _encode_on_worker(self, request: GenerateRequest) -> tuple[int, ...]:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, self._encode, request)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise Draining("the service is shutting down") from None  # `close` dropped the work, nobody left
 
     def _encode(self, request: GenerateRequest) -> tuple[int, ...]:
         if request.messages is None:
@@ -91,13 +100,6 @@ def _plain(message: ChatMessage) -> dict[str, object]:
     assert isinstance(plain, dict)
     # A template tells an absent key from a null one: only what the client sent, and content, is passed on.
     return {key: value for key, value in plain.items() if value is not None or key == "content"}
-
-
-def _has_text_only(messages: tuple[ChatMessage, ...]) -> bool:
-    """Whether `_num_chars` has seen all that could be long."""
-    return len(messages) <= INLINE_MESSAGES and not any(
-        message.name or message.tool_calls or message.tool_call_id or message.refusal for message in messages
-    )
 
 
 def _num_chars(request: GenerateRequest) -> int:

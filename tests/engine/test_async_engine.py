@@ -343,8 +343,8 @@ async def test_a_prompt_that_cannot_be_read_fails_typed(monkeypatch: pytest.Monk
         await collect(it.engine, make_request(PROMPT))
 
 
-async def test_what_is_long_outside_the_content_is_rendered_on_a_worker_thread_too() -> None:
-    """API-09: the arguments of a tool call can be megabytes."""
+async def test_every_chat_is_rendered_on_a_worker_thread() -> None:
+    """API-09, TOK-09: a template may take its whole time limit for a short message, and a tool call may hold megabytes."""
     names: list[str] = []
 
     class Spy:
@@ -358,8 +358,28 @@ async def test_what_is_long_outside_the_content_is_rendered_on_a_worker_thread_t
             ChatMessage(role="assistant", tool_calls=({"function": {"arguments": "x" * 100_000}},)),
         ):
             await collect(it.engine, GenerateRequest(request_id="chat", messages=(message,), sampling=SHORT))
-    assert names[0] == "MainThread"
-    assert names[1].startswith("looseleaf-text")
+    assert [name.startswith("looseleaf-text") for name in names] == [True, True]
+
+
+async def test_a_stop_while_prompts_wait_for_a_worker_ends_their_requests_with_a_typed_error() -> None:
+    """API-02: also those that no worker has begun."""
+    entered, may_go = threading.Semaphore(0), threading.Event()
+
+    class Slow:
+        def encode(self, messages: object) -> list[int]:
+            entered.release()
+            may_go.wait(10)
+            return [10, 11, 12]
+
+    async with running_engine(template=Slow()) as it:  # type: ignore[arg-type]
+        chat = GenerateRequest(request_id="c", messages=(ChatMessage(role="user", content="hi"),), sampling=SHORT)
+        tasks = [asyncio.create_task(collect(it.engine, chat)) for _ in range(5)]
+        for _ in range(2):
+            assert await asyncio.to_thread(entered.acquire, timeout=10)
+        await it.engine.stop()
+        may_go.set()
+        results = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(result) for result in results] == [Draining] * 5
 
 
 # ── The end of the engine ────────────────────────────────────────────────────────────────────────────
