@@ -30,7 +30,7 @@ check: $(VENV)/.runtime ## print the effective configuration and which backends 
 	$(BIN)/looseleaf check $(ARGS)
 
 test: $(VENV)/.dev ## run every test
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
