@@ -20,6 +20,7 @@ from service.text.surrogates import replace_lone_surrogates
 PART_SEPARATOR = "\n"
 _ROLE = re.compile(r"[A-Za-z][A-Za-z0-9_.-]{0,63}")
 _MAX_DEPTH = 64
+_MAX_BRACKETS = 100_000  # in the arguments of one call, which are JSON inside JSON
 
 
 def normalise_messages(messages: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
@@ -109,6 +110,8 @@ def _normalise_tool_call(call: object, path: str) -> dict[str, object]:
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         where = f"{path}.function.arguments"
+        if arguments.count("[") + arguments.count("{") > _MAX_BRACKETS:
+            raise InvalidRequest(f"{where} opens more than {_MAX_BRACKETS} lists and objects", param=where)
         try:
             parsed = msgspec.json.decode(arguments, type=dict[str, object]) if arguments.strip() else {}
         except msgspec.DecodeError as cause:

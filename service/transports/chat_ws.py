@@ -40,6 +40,7 @@ from service.errors import (
 )
 from service.messages import EngineClient, Failed, GenerateRequest
 from service.transports.answers import Answer, RunningAnswers, open_answer
+from service.transports.decoding import MessageDecoder
 from service.transports.fields import take_model, take_requests, without_nulls
 from service.transports.keys import is_key, request_key
 from service.transports.openai_types import encode
@@ -58,10 +59,13 @@ log = structlog.get_logger(__name__)
 class ChatSockets:
     """Every open socket of the server."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, answers: RunningAnswers) -> None:
+    def __init__(
+        self, engine: EngineClient, config: ServerConfig, answers: RunningAnswers, decoder: MessageDecoder
+    ) -> None:
         self._engine = engine
         self._config = config
         self._answers = answers
+        self._decoder = decoder
         self._open: set[ChatSocket] = set()
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
@@ -70,7 +74,7 @@ class ChatSockets:
         if self._config.api_key is not None and not is_key(request_key(request), self._config.api_key):
             raise Unauthorized("the API key is missing or wrong")
         self._answers.begin().end()  # refuses while draining
-        socket = ChatSocket(request, self._engine, self._config, self._answers)
+        socket = ChatSocket(request, self._engine, self._config, self._answers, self._decoder)
         self._open.add(socket)
         try:
             return await socket.run()
@@ -91,12 +95,18 @@ class ChatSocket:
     """One socket: a reader, a writer and a task for each answer."""
 
     def __init__(
-        self, request: web.Request, engine: EngineClient, config: ServerConfig, answers: RunningAnswers
+        self,
+        request: web.Request,
+        engine: EngineClient,
+        config: ServerConfig,
+        answers: RunningAnswers,
+        decoder: MessageDecoder,
     ) -> None:
         self._request = request
         self._engine = engine
         self._config = config
         self._answers = answers
+        self._decoder = decoder
         self._outbox = Outbox()
         self._running: dict[str, tuple[Answer, asyncio.Task[None]]] = {}
         self._socket = web.WebSocketResponse(
@@ -142,7 +152,7 @@ class ChatSocket:
         async for message in self._socket:
             message_id: str | None = None
             try:
-                fields = without_nulls(_fields(message))
+                fields = without_nulls(await self._decoder.run(_fields, _text(message)))
                 kind = fields.pop("type", None)
                 message_id = _take_id(fields, is_needed=kind != "stats")
                 await self._receive(kind, message_id, fields, group)
@@ -218,10 +228,13 @@ def check_origin(request: web.Request, allowed: tuple[str, ...]) -> None:
     raise ForbiddenOrigin(f"origin {quoted(origin)} may not open a WebSocket here (see server.allowed_origins)")
 
 
-def _fields(message: WSMessage) -> dict[str, Any]:
+def _text(message: WSMessage) -> str:
     if message.type is not WSMsgType.TEXT:
         raise InvalidRequest("messages are JSON in text frames, this one is binary")
-    text: str = message.data
+    return str(message.data)
+
+
+def _fields(text: str) -> dict[str, Any]:
     return decode_object(text, what="the message")
 
 

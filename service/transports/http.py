@@ -33,6 +33,7 @@ from service.errors import (
 from service.messages import EngineClient
 from service.transports.answers import CUT_TIMEOUT_S, RunningAnswers
 from service.transports.chat_ws import ChatSockets
+from service.transports.decoding import MessageDecoder
 from service.transports.keys import is_key, request_key
 from service.transports.openai import OpenAIRoutes
 from service.transports.openai_types import ErrorBody, encode
@@ -77,7 +78,8 @@ def create_app(
     server = config.server
     answers = RunningAnswers()
     busy: set[web.RequestHandler] = set()
-    sockets = ChatSockets(engine, server, answers)
+    decoder = MessageDecoder()
+    sockets = ChatSockets(engine, server, answers, decoder)
     app = web.Application(
         client_max_size=server.max_body_bytes, middlewares=[_errors, _connections(answers, busy), _api_key(server)]
     )
@@ -85,7 +87,8 @@ def create_app(
     app[BUSY] = busy
     app[SOCKETS] = sockets
     app.on_response_prepare.append(_add_headers)
-    app.add_routes(OpenAIRoutes(engine, server, answers).routes())
+    app.on_cleanup.append(lambda _: _close(decoder))
+    app.add_routes(OpenAIRoutes(engine, server, answers, decoder).routes())
     app.router.add_get("/ws", sockets.handle)
     app.add_routes(_operations(engine, answers, metrics_text))
     app.add_routes(_pages(page if page is not None else load_page()))
@@ -171,6 +174,10 @@ def error_response(error: LooseleafError) -> web.Response:
     if error.retryable:
         response.headers["Retry-After"] = RETRY_AFTER_S
     return response
+
+
+async def _close(decoder: MessageDecoder) -> None:
+    decoder.close()
 
 
 def _operations(engine: EngineClient, answers: RunningAnswers, metrics_text: Callable[[], bytes]) -> list[web.RouteDef]:

@@ -31,6 +31,7 @@ from service.errors import (
 )
 from service.messages import Delta, EngineClient, Event, GenerateRequest, Started, Usage, merge_deltas
 from service.transports.answers import RunningAnswers, open_answers
+from service.transports.decoding import MessageDecoder
 from service.transports.fields import convert, take, take_model, take_requests, without_nulls
 from service.transports.openai_chunks import ChatChoices, CompletionChoices, Wants
 from service.transports.openai_types import Body, ErrorBody, Model, ModelList, UsageBody, encode
@@ -64,8 +65,11 @@ class StreamOptions(Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class OpenAIRoutes:
     """The handlers of the API over one engine."""
 
-    def __init__(self, engine: EngineClient, config: ServerConfig, answers: RunningAnswers) -> None:
+    def __init__(
+        self, engine: EngineClient, config: ServerConfig, answers: RunningAnswers, decoder: MessageDecoder
+    ) -> None:
         self._engine = engine
+        self._decoder = decoder
         self._config = config
         self._answers = answers
         self._started_at = int(time.time())
@@ -104,7 +108,7 @@ class OpenAIRoutes:
         return Model(id=stats.model, created=self._started_at, max_model_len=stats.max_model_len)
 
     async def _answer(self, request: web.Request, *, is_chat: bool) -> web.StreamResponse:
-        fields = without_nulls(await read_object(request, self._config.max_body_bytes))
+        fields = without_nulls(await read_object(request, self._config.max_body_bytes, self._decoder))
         plan = plan_call(fields, request[REQUEST_ID], self._engine.stats().model, is_chat=is_chat)
         if plan.is_stream:
             return await self._stream(request, plan)
@@ -236,7 +240,7 @@ def json_response(body: Struct, status: int = 200) -> web.Response:
     return web.Response(body=encode(body), status=status, content_type="application/json")
 
 
-async def read_object(request: web.Request, max_bytes: int) -> dict[str, Any]:
+async def read_object(request: web.Request, max_bytes: int, decoder: MessageDecoder) -> dict[str, Any]:
     """Read a JSON object; a body that announces more than `max_bytes` is refused unread, another as soon as it exceeds them."""
     if request.content_type != "application/json" or (request.charset or "utf-8").lower() not in (
         "utf-8",
@@ -247,7 +251,7 @@ async def read_object(request: web.Request, max_bytes: int) -> dict[str, Any]:
         raise UnsupportedMediaType("the body must not be compressed")
     if request.content_length is not None and request.content_length > max_bytes:
         raise MessageTooLarge(f"the body has {request.content_length} bytes, above the limit of {max_bytes}")
-    return decode_object(await request.read())
+    return await decoder.run(decode_object, await request.read())
 
 
 def _opening(plan: Plan, number: int, started: Started) -> list[bytes]:

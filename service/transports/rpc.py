@@ -2,7 +2,7 @@
 
 Hostile input: a length above the limit is answered with an error and the connection closed without reading on; a body that is not
 msgpack, is nested too deeply, has bytes after it or fields that are wrong is answered with an error and the connection stays usable, since
-the frame was consumed whole. A first frame that is no Hello, another version or a wrong key ends the connection.
+the frame was consumed whole. A long frame is decoded on a thread; what its connection sends after it waits, so that calls keep their order. A first frame that is no Hello, another version or a wrong key ends the connection.
 
 Writes of one turn of the loop leave together. While a peer does not read, its answers are not taken from the engine, which merges them, and
 its calls are not read; after `server.slow_consumer_s` the connection is cut. Invariant: a lost connection aborts its answers.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections import deque
 from typing import Any, cast
 
 import msgspec
@@ -42,6 +43,7 @@ from service.frames import (
 )
 from service.messages import EngineClient, Failed, GenerateRequest
 from service.transports.answers import Answer, RunningAnswers, open_answer
+from service.transports.decoding import INLINE_BYTES, MessageDecoder
 from service.transports.fields import convert, refuse_rest, take, take_model, take_requests, without_nulls
 from service.transports.keys import is_key
 from service.transports.request_id import clean_request_id
@@ -65,6 +67,7 @@ class RpcServer:
         self._engine = engine
         self._config = config
         self._answers = RunningAnswers()
+        self._decoder = MessageDecoder()
         self._connections: set[RpcConnection] = set()
         self._listener: socket.socket | None = None
         self._file_id: FileId | None = None  # of the socket file, to remove no other server's
@@ -103,13 +106,14 @@ class RpcServer:
         self._stop_accepting()
         await self._answers.drain(limit_s)
         await asyncio.gather(*(connection.close() for connection in list(self._connections)))
+        self._decoder.close()
 
     async def stop(self) -> None:
         """Close every connection at once; answers still running end in an error if their client reads."""
         await self.drain(0)
 
     def _connect(self) -> RpcConnection:
-        return RpcConnection(self._engine, self._config, self._answers, self._connections)
+        return RpcConnection(self._engine, self._config, self._answers, self._decoder, self._connections)
 
     def _stop_accepting(self) -> None:
         if self._server is not None:
@@ -126,14 +130,22 @@ class RpcConnection(asyncio.Protocol):
     """One client: its calls, its answers, and the bytes on their way to it."""
 
     def __init__(
-        self, engine: EngineClient, config: ServerConfig, answers: RunningAnswers, connections: set[RpcConnection]
+        self,
+        engine: EngineClient,
+        config: ServerConfig,
+        answers: RunningAnswers,
+        decoder: MessageDecoder,
+        connections: set[RpcConnection],
     ) -> None:
         self._engine = engine
         self._config = config
         self._answers = answers
+        self._decoder = decoder
         self._connections = connections
         self._reader = FrameReader(config.max_message_bytes)
         self._running: dict[int, tuple[Answer, asyncio.Task[None]]] = {}
+        self._bodies: deque[bytes] = deque()  # received, and behind a long one that is being decoded
+        self._decoding: asyncio.Task[None] | None = None
         self._frames: list[bytes] = []
         self._is_writable = asyncio.Event()
         self._is_lost = asyncio.Event()
@@ -160,7 +172,7 @@ class RpcConnection(asyncio.Protocol):
         self._connections.discard(self)
         self._is_closing = True
         self._stop_timer()
-        for _, task in self._running.values():
+        for task in self._tasks():
             task.cancel()
         self._is_writable.set()
         self._is_lost.set()
@@ -171,7 +183,13 @@ class RpcConnection(asyncio.Protocol):
             for body in self._reader.feed(data):
                 if self._is_closing:
                     return
-                self._receive(body)
+                if self._decoding is None and len(body) <= INLINE_BYTES:
+                    self._receive(body)
+                    continue
+                self._bodies.append(body)
+                if self._decoding is None:
+                    self._transport.pause_reading()
+                    self._decoding = asyncio.create_task(self._receive_bodies())
         except MessageTooLarge as error:
             self._end(error)
 
@@ -186,13 +204,12 @@ class RpcConnection(asyncio.Protocol):
         """The peer reads again."""
         self._stop_timer()
         self._is_writable.set()
-        if not self._transport.is_closing():
-            self._transport.resume_reading()
+        self._resume_reading()
 
     async def close(self) -> None:
         """Send what is queued, close, and wait until every answer has ended."""
         self._is_closing = True
-        tasks = [task for _, task in self._running.values()]
+        tasks = self._tasks()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -205,10 +222,41 @@ class RpcConnection(asyncio.Protocol):
             self._transport.abort()
             await self._is_lost.wait()
 
+    def _tasks(self) -> list[asyncio.Task[None]]:
+        tasks = [task for _, task in self._running.values()]
+        return tasks if self._decoding is None else [*tasks, self._decoding]
+
+    def _resume_reading(self) -> None:
+        """Read on, unless the peer does not read or what it sent is still being decoded."""
+        if self._decoding is None and self._is_writable.is_set() and not self._transport.is_closing():
+            self._transport.resume_reading()
+
+    async def _receive_bodies(self) -> None:
+        try:
+            while self._bodies and not self._is_closing:
+                body = self._bodies.popleft()
+                try:
+                    value = await self._decoder.run(_decode, body)
+                except LooseleafError as error:
+                    self._refuse(None, error)
+                else:
+                    if not self._is_closing:
+                        self._serve_value(value)
+        finally:
+            self._decoding = None
+            self._resume_reading()
+
     def _receive(self, body: bytes) -> None:
-        call_id: int | None = None
         try:
             value = _decode(body)
+        except LooseleafError as error:
+            self._refuse(None, error)
+        else:
+            self._serve_value(value)
+
+    def _serve_value(self, value: dict[Any, Any]) -> None:
+        call_id: int | None = None
+        try:
             if not self._has_hello:
                 self._shake_hands(value)
                 return
@@ -217,10 +265,13 @@ class RpcConnection(asyncio.Protocol):
                 call_id = named
             self._serve(convert(value, Call))
         except LooseleafError as error:
-            if not self._has_hello:
-                self._end(error)
-            else:
-                self._send(Reply(id=call_id, error=Failed.from_error(error)))
+            self._refuse(call_id, error)
+
+    def _refuse(self, call_id: int | None, error: LooseleafError) -> None:
+        if not self._has_hello:
+            self._end(error)
+        else:
+            self._send(Reply(id=call_id, error=Failed.from_error(error)))
 
     def _shake_hands(self, value: dict[Any, Any]) -> None:
         hello: Hello = convert(value, Hello)

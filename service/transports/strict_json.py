@@ -8,36 +8,30 @@ pair, which no UTF-8 text can hold, becomes U+FFFD. Invariant: whatever the byte
 from __future__ import annotations
 
 import json
+import math
 import re
-from typing import Any
-
-import msgspec
+from collections import Counter
+from typing import Any, NoReturn
 
 from service.errors import InvalidRequest
 
 MAX_QUOTED_CHARACTERS = 64
 
-# One escape of a JSON string: a whole surrogate pair, half of one, or any other (so that the u of an escaped backslash is not taken
-# for the start of an escape).
-_ESCAPE = re.compile(
-    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|u[dD][89a-fA-F][0-9a-fA-F]{2}|.)",
-    re.DOTALL,
-)
-_HALF_LENGTH = len(rb"\ud800")
+_HALF_A_PAIR = re.compile("[\ud800-\udfff]")
 
 
 def decode_object(body: bytes | str, *, what: str = "the body") -> dict[str, Any]:
     """Return the JSON object in `body`; raises `InvalidRequest` that says where the text is wrong."""
-    raw = body.encode("utf-8", "replace") if isinstance(body, str) else body
-    if b"\\ud" in raw or b"\\uD" in raw:
-        raw = _ESCAPE.sub(_mend, raw)
     try:
-        value = msgspec.json.decode(raw)
-        if isinstance(value, dict):
-            json.loads(raw, object_pairs_hook=_refuse_duplicates)
+        text = body if isinstance(body, str) else body.decode()
+        value = json.loads(
+            text, object_pairs_hook=_without_duplicates, parse_float=_finite, parse_constant=_refuse_constant
+        )
+        if "\\ud" in text or "\\uD" in text:
+            value = _mended(value)
     except RecursionError as error:
         raise InvalidRequest(f"{what} is nested too deeply") from error
-    except (msgspec.MsgspecError, UnicodeError) as error:
+    except ValueError as error:  # of the decoders, and Python's own for a number of thousands of digits
         raise InvalidRequest(f"{what} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise InvalidRequest(f"{what} must be a JSON object, got {_NAMES[type(value)]}")
@@ -60,16 +54,31 @@ _NAMES: dict[type, str] = {
 _NAMES[type(None)] = "null"
 
 
-def _mend(match: re.Match[bytes]) -> bytes:
-    escape = match.group()
-    return rb"\ufffd" if len(escape) == _HALF_LENGTH else escape
+def _finite(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise ValueError(f"number out of range: {quoted(digits)}")
+    return number
 
 
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    if len(dict(pairs)) == len(pairs):  # nearly always, and quick
-        return
-    seen: set[str] = set()
-    for key, _ in pairs:
-        if key in seen:
-            raise InvalidRequest(f"the key {quoted(key)} is given twice", param=key[:MAX_QUOTED_CHARACTERS])
-        seen.add(key)
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _mended(value: Any) -> Any:
+    """Return `value` with U+FFFD for each half of a surrogate pair (the parser has joined the whole ones)."""
+    if isinstance(value, str):
+        return _HALF_A_PAIR.sub("\ufffd", value)
+    if isinstance(value, list):
+        return [_mended(item) for item in value]
+    if isinstance(value, dict):
+        return _without_duplicates([(_mended(key), _mended(item)) for key, item in value.items()])
+    return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) == len(pairs):  # nearly always, and quick
+        return found
+    key = Counter(key for key, _ in pairs).most_common(1)[0][0]
+    raise InvalidRequest(f"the key {quoted(key)} is given twice", param=_mended(key)[:MAX_QUOTED_CHARACTERS])

@@ -71,6 +71,10 @@ def test_null_content_is_allowed_where_an_assistant_calls_tools() -> None:
         ([{"function": {}}], "messages[0].tool_calls[0].function"),
         ([{"function": {"name": "f", "arguments": "{"}}], "messages[0].tool_calls[0].function.arguments"),
         ([{"function": {"name": "f", "arguments": "[1]"}}], "messages[0].tool_calls[0].function.arguments"),
+        (
+            [{"function": {"name": "f", "arguments": '{"a": [' + "[]," * 100_000 + "[]]}"}}],
+            "messages[0].tool_calls[0].function.arguments",
+        ),
     ],
 )
 def test_malformed_tool_calls_are_refused_with_their_path(calls: object, path: str) -> None:
