@@ -27,6 +27,28 @@ def test_a_prompt_sent_again_hits_all_but_its_last_tokens_and_answers_alike(leng
     assert driver.output(longer) == continuation((*prompt, 99), 8)
 
 
+def test_a_prompt_whose_blocks_another_took_waits_or_misses_and_answers_like_a_cold_one() -> None:
+    """BLK-03: a pool of 8 blocks; A fills 4 and ends, B takes all 8, A comes again while B runs and after it."""
+    driver = CoreDriver(num_blocks=9, block_size=4, token_budget=64)
+    a, b = prompt_of(16), prompt_of(28, start=3)
+    first = driver.add(a, max_tokens=1)
+    driver.run()
+    assert driver.core.stats().pool.cached == 4
+    owner = driver.add(b, max_tokens=4)
+    while driver.core.stats().pool.used < 8:
+        driver.step()
+    during = driver.add(a, max_tokens=3)
+    driver.run()
+    after = driver.add(a, max_tokens=3)
+    driver.run()
+    assert driver.output(owner) == continuation(b, 4)
+    assert driver.output(first) == continuation(a, 1)
+    for key in (during, after):
+        assert driver.output(key) == continuation(a, 3)
+    assert driver.cached(during) == 0
+    assert driver.cached(after) == 12
+
+
 def test_a_refused_admission_leaves_hits_evictable_and_counts_unchanged() -> None:
     """BLK-04: free = 5 with 2 evictable hits; 2 + 4 does not fit, tried 100 times; 2 + 3 does."""
     driver = CoreDriver(num_blocks=9, block_size=4, token_budget=64)
