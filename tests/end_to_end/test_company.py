@@ -57,8 +57,8 @@ async def test_penalties_act_on_their_own_request_whatever_the_order(service: Ti
     bias = {"logit_bias": {77: 6.0}}
     kinds = [
         {**PLAIN, **bias},
-        {**PLAIN, **bias, "repetition_penalty": 10.0},
-        {**PLAIN, **bias, "presence_penalty": 2.0, "frequency_penalty": 1.0},
+        {**PLAIN, **bias, "repetition_penalty": 2.0},
+        {**PLAIN, **bias, "presence_penalty": -2.0},
     ]
     solo = [await ids(service, **kind) for kind in kinds]
     assert len({tuple(answer) for answer in solo}) == 3
