@@ -161,6 +161,8 @@ class ChatTemplate:
             raise ModelLoadError(
                 f"the chat template {name!r} is broken at line {cause.lineno}: {cause.message}"
             ) from cause
+        except Exception as cause:  # Jinja compiles to Python, which has limits of its own, as that of nesting
+            raise ModelLoadError(f"the chat template {name!r} cannot be compiled: {type(cause).__name__}") from cause
 
 
 def _clean_tools(tools: Sequence[Mapping[str, object]] | None) -> list[object] | None:

@@ -23,6 +23,8 @@ from service.text.vocabulary import Vocabulary
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
+_MAX_IDS = 2**24  # far above any vocabulary; a table of all ids is made
+
 
 class _TokenizerFile(msgspec.Struct):
     """The parts of tokenizer.json that the library does not tell."""
@@ -55,6 +57,8 @@ def read_directory(directory: Path) -> Vocabulary:
     model_config = _read_object(directory / "config.json")
     generation = _read_object(directory / "generation_config.json")
     num_ids = max(encoder.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+    if num_ids > _MAX_IDS:
+        raise ModelLoadError(f"{path} has the token id {num_ids - 1}; ids go up to {_MAX_IDS - 1}")
     bos = encoder.token_to_id(named["bos_token"]) if "bos_token" in named else None
     if bos is None:
         bos = next(iter(sorted(_eos_ids(model_config.get("bos_token_id"), "config.json: bos_token_id"))), None)
@@ -103,6 +107,11 @@ def _add_missing_tokens(encoder: tokenizers.Tokenizer, listed: object) -> None:
     if not isinstance(listed, Mapping):
         return
     known = encoder.get_added_tokens_decoder()
+    wrong = [key for key in listed if not (isinstance(key, str) and key.isascii() and key.isdigit())]
+    if wrong:
+        raise ModelLoadError(
+            f"tokenizer_config.json: added_tokens_decoder has the key {wrong[0]!r}; expected a token id"
+        )
     for key in sorted(listed, key=int):
         index, entry = int(key), listed[key]
         text = _token_text(entry)
@@ -128,7 +137,10 @@ def _eos_ids(value: object, where: str) -> frozenset[int]:
 def _chat_templates(directory: Path, config: Mapping[str, object]) -> dict[str, str]:
     separate = directory / "chat_template.jinja"
     if separate.is_file():
-        return {"default": separate.read_text(encoding="utf-8")}
+        try:
+            return {"default": separate.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as cause:
+            raise ModelLoadError(f"{separate} cannot be read: {cause}") from cause
     listed = _read_object(directory / "chat_template.json").get("chat_template", config.get("chat_template"))
     if listed is None:
         return {}
@@ -160,5 +172,7 @@ def _read_object(path: Path) -> dict[str, object]:
         return {}
     try:
         return msgspec.json.decode(path.read_bytes(), type=dict[str, object])
+    except OSError as cause:
+        raise ModelLoadError(f"{path} cannot be read: {cause}") from cause
     except (msgspec.DecodeError, UnicodeDecodeError) as cause:
         raise ModelLoadError(f"{path} is not a JSON object: {cause}") from cause

@@ -137,6 +137,24 @@ def test_missing_or_damaged_files_are_named(tmp_path: Path) -> None:
         Tokenizer.from_directory(model)
 
 
+@pytest.mark.parametrize("key", ["x", "-1", "1.5", ""])
+def test_an_added_token_without_an_id_is_refused(tmp_path: Path, key: str) -> None:
+    with pytest.raises(ModelLoadError, match="added_tokens_decoder has the key"):
+        Tokenizer.from_directory(
+            directory(tmp_path, tokenizer_config={"added_tokens_decoder": {key: {"content": "<a>"}}})
+        )
+
+
+def test_an_absurd_token_id_is_refused_before_a_table_is_made(tmp_path: Path) -> None:
+    """MDL-08: nothing is allocated by unchecked numbers."""
+    model = directory(tmp_path)
+    described = json.loads((model / "tokenizer.json").read_text(encoding="utf-8"))
+    described["model"]["vocab"]["far away"] = 2**31
+    (model / "tokenizer.json").write_text(json.dumps(described), encoding="utf-8")
+    with pytest.raises(ModelLoadError, match=r"tokenizer\.json has the token id 2147483648"):
+        Tokenizer.from_directory(model)
+
+
 def test_tokens_that_only_the_config_lists_are_added_under_their_ids(tmp_path: Path) -> None:
     encoder = sentencepiece_encoder()
     size = encoder.get_vocab_size()
