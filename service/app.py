@@ -122,6 +122,8 @@ async def _serve_model(
     """Load, serve and drain, with the transports already accepting."""
     loading = asyncio.ensure_future(_load(config, seat, metrics))
     if not await _finishes_before(loading, stopping):
+        for transport in transports:
+            await transport.stop()
         log.info("service.stopped", reason="signal while loading")
         _leave(0)  # the step thread is inside a load that cannot be interrupted
     engine = await loading

@@ -39,7 +39,8 @@ class Server:
 
     def stats(self) -> dict[str, Any]:
         """The engine's snapshot."""
-        return msgspec.json.decode(self.get("/api/stats")[1])
+        stats: dict[str, Any] = msgspec.json.decode(self.get("/api/stats")[1])
+        return stats
 
     def wait_until_idle(self, limit_s: float = 20.0) -> dict[str, Any]:
         """Wait until nothing runs or waits and no block is held; returns the snapshot, fails after `limit_s`."""
@@ -64,6 +65,18 @@ class Server:
             time.sleep(0.05)
         raise AssertionError(f"not ready after {START_LIMIT_S} s:\n{self.log.read_text()}")
 
+    def wait_for_log(self, text: str, limit_s: float = 20.0) -> None:
+        """Wait until the log has `text`; fails with the log after `limit_s`."""
+        deadline = time.monotonic() + limit_s
+        while text not in (log := self.log.read_text()):
+            assert time.monotonic() < deadline, f"no {text!r} after {limit_s} s:\n{log}"
+            time.sleep(0.01)
+
+    def assert_nothing_left(self) -> None:
+        """A server that has ended left no socket file, and no traceback in its log."""
+        assert "Traceback" not in self.log.read_text()
+        assert not Path(self.rpc.removeprefix("unix:")).exists()
+
     def stop(self, number: signal.Signals = signal.SIGTERM, limit_s: float = 40.0) -> int:
         """Send the signal and return the exit code."""
         self.process.send_signal(number)
@@ -77,12 +90,13 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def start(folder: Path, *options: str) -> Server:
-    """Start a server with its files in `folder`; does not wait for it."""
+def start(folder: Path, *options: str, program: str | None = None) -> Server:
+    """Start a server with its files in `folder`; does not wait for it. `program` is Python to run in place of the command."""
     port = free_port()
     rpc = f"unix:{folder / 'rpc.sock'}"
     log = folder / "server.log"
-    command = [sys.executable, "-m", "service.cli", "serve", "--port", str(port), "--rpc", rpc, *options]
+    python = ["-m", "service.cli"] if program is None else ["-c", program]
+    command = [sys.executable, *python, "serve", "--port", str(port), "--rpc", rpc, *options]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with log.open("wb") as stderr:
         process = subprocess.Popen(command, stderr=stderr, stdout=stderr, env=environment)

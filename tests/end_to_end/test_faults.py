@@ -81,12 +81,6 @@ async def read_end(answer: aiohttp.ClientResponse) -> str:
     return str(ends[0]) if len(ends) == 1 else f"{len(ends)} ends"
 
 
-def assert_nothing_left(server: Server) -> None:
-    """A server that has ended left no socket file, and no traceback in its log."""
-    assert "Traceback" not in server.log.read_text()
-    assert not Path(server.rpc.removeprefix("unix:")).exists()
-
-
 async def test_clients_that_vanish_give_their_blocks_back(tiny: Server) -> None:
     """API-03, API-04: fifty at once, half of them by reset."""
     await asyncio.gather(*(hang_up(tiny, reset=i % 2 == 0) for i in range(50)))
@@ -155,7 +149,7 @@ async def test_a_signal_under_load_ends_every_stream_with_one_finish_or_one_erro
     assert set(outcomes) <= {"length", "draining", "refused"}
     assert {"length", "draining"} <= set(outcomes)
     assert len(outcomes) == 60
-    await asyncio.to_thread(assert_nothing_left, server)
+    await asyncio.to_thread(server.assert_nothing_left)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -165,7 +159,7 @@ def test_a_signal_while_loading_ends_the_process_at_once(data: Path, tmp_path: P
     while "service.listening" not in server.log.read_text():
         assert server.process.poll() is None, server.log.read_text()
     assert server.stop(number, limit_s=5.0) == 0
-    assert "Traceback" not in server.log.read_text()
+    server.assert_nothing_left()
 
 
 def test_a_second_server_on_the_same_port_refuses_in_one_line(tiny: Server, data: Path, tmp_path: Path) -> None:
