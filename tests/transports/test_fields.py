@@ -215,6 +215,18 @@ async def test_every_sampling_field_reaches_the_engine_alike_from_every_front_en
                 assert {key for key in sampling if sampling[key] != default[key]} == set(effect), (field, name)
 
 
+async def test_a_priority_reaches_the_engine_from_every_front_end_and_has_bounds() -> None:
+    """SCH-04, SMP-13: what it does there is the scheduler's tests' matter."""
+    engine = FakeEngine()
+    async with front_ends(engine) as doors:
+        for name, send in doors.items():
+            for priority in (-1000, 3, None):
+                await send({"priority": priority})
+                assert engine.requests[-1].priority == (priority or 0), name
+            with pytest.raises(AssertionError):
+                await send({"priority": 1001})
+
+
 @pytest.mark.parametrize(
     ("top_k", "is_taken"), [(0, True), (-1, True), (1, True), (9999999, True), (-2, False), (1.5, False)]
 )
