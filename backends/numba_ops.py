@@ -19,6 +19,7 @@ from backends.numba_kernels.linear import PANEL, linear_kernel
 from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel
 from backends.numba_kernels.threads import Kernel
 from backends.ops import Activation, Linear, TorchOps
+from backends.torch_threads import calling_thread_only
 
 # Elements under which a second thread costs more than it saves.
 PARALLEL_ELEMENTS = 1 << 15
@@ -70,6 +71,7 @@ class PackedLinear:
         parts = [self._panels(0, full), self._panels(full, self.num_outputs)]
         return torch.cat([part.transpose(1, 2).reshape(-1, self.num_inputs) for part in parts if part.numel()])
 
+    @calling_thread_only()
     def rows(self, ids: Tensor) -> Tensor:
         """Return rows `ids` of the weight, [len(ids), K]: what an embedding that shares this weight looks up."""
         full = self.num_outputs // PANEL * PANEL

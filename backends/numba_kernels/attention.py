@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from backends.numba_kernels.threads import Kernel, source_key
+from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
     copy_bytes,

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from backends.numba_kernels.threads import Kernel, source_key
+from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import MAX_ROWS, multiply_tile, read_int64, take_next, write_row
 
 PANEL = 32  # outputs of a panel

@@ -12,7 +12,8 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
-from backends.numba_kernels.threads import Kernel, source_key
+from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     I64,
     LANES,

@@ -57,12 +57,12 @@ def test_a_processor_without_wide_vectors_computes_the_same(tmp_path: Path) -> N
     assert run_python(OTHER_PROCESSOR, NUMBA_CACHE_DIR=str(tmp_path), **flags) == "right"
 
 
-def test_without_torchs_pool_numbas_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_worker_pool_numbas_threads_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     step = make_step(SHAPE, [(1, 700), (90, 90)], torch.float32)
     backend = NumbaCpuBackend()
     wanted, _ = attend(backend, step, step.layer())
     before = torch.get_num_threads()
-    monkeypatch.setattr(attend_kernel(False), "_parallel", None)
+    monkeypatch.setattr(attend_kernel(False), "_pool", None)
     try:
         torch.set_num_threads(2)
         assert torch.equal(attend(backend, step, step.layer())[0], wanted)
@@ -83,7 +83,7 @@ def test_preparing_names_what_is_compiled() -> None:
 def test_the_thread_pool_and_the_vectors_are_reported() -> None:
     facts = NumbaCpuBackend().describe()
     assert {"threading_layer", "threads", "vectors", "bfloat16", "kernel_cache"} <= facts.keys()
-    assert "torch" in facts["threading_layer"] or "numba" in facts["threading_layer"]
+    assert "workers" in facts["threading_layer"] or "numba" in facts["threading_layer"]
 
 
 def test_compiled_code_is_kept_where_the_environment_says(tmp_path: Path) -> None:
