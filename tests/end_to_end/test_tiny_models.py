@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends.registry import BACKENDS
+from service.errors import BackendUnavailable
 from service.text import ChatTemplate
 from tests.end_to_end.tiny_service import (
     CHAT_DOORS,
@@ -102,6 +104,39 @@ async def test_ids_beyond_the_tokenizer_are_never_said_counted_or_taken(padded: 
     assert ours["tokens"] == theirs["tokens"]
     assert ours["token_logprobs"][1:] == pytest.approx(theirs["token_logprobs"][1:], abs=1e-3)
     assert [set(tops) for tops in ours["top_logprobs"][1:]] == [set(tops) for tops in theirs["top_logprobs"][1:]]
+
+
+# ── Numbers that are none ────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("backend", list(BACKENDS))
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_request_whose_logits_are_not_finite_fails_alone_and_leaves_no_trace(
+    tmp_path: Path, value: float, backend: str
+) -> None:
+    """NUM-06: an error on every wire, never a row of "!"; not for neighbours, nor for those who get its blocks afterwards."""
+    model = copy_checkpoint(tmp_path / "model")
+    state = load_file(model / "model.safetensors")
+    state["model.embed_tokens.weight"][300] = value
+    save_file(state, model / "model.safetensors")
+    poison = [56, 300, *range(10, 70)]
+    options: dict[str, Any] = {"cache": {"num_blocks": 1 + 12}, "backend": {"name": backend}}
+    clean = {"content": list(range(20, 50)), "ignore_eos": True, "max_tokens": 40}
+    try:
+        async with tiny_service("tiny-llama", **options) as service:
+            expected = await service.ask("rpc completion", **clean)
+    except BackendUnavailable as error:
+        pytest.skip(str(error))
+    async with tiny_service(model, **options) as service:
+        for door in COMPLETION_DOORS:
+            for _ in range(2):
+                neighbour = asyncio.create_task(service.ask("rpc completion", **clean))
+                failed = await service.ask(door, content=poison, ignore_eos=True)
+                assert failed.error is not None
+                assert failed.error.code == "non_finite_logits"
+                assert await neighbour == expected
+        long = await asyncio.gather(*(service.ask("rpc completion", **clean) for _ in range(4)))  # in all the blocks
+        assert long == [expected] * 4
 
 
 # ── BOS and the template ─────────────────────────────────────────────────────────────────────────────
