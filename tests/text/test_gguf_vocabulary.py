@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import Regex, normalizers, pre_tokenizers
 
 from service.errors import ModelLoadError
-from service.text import Tokenizer
+from service.text import ChatTemplate, Tokenizer
 from tests.text.builders import gguf_of_byte_level, gguf_of_sentencepiece, odd_lines, sentencepiece_encoder
 
 # As the published tokenizer.json of each family writes its split.
@@ -194,3 +194,16 @@ def test_padding_at_the_end_of_the_list_is_not_part_of_the_vocabulary(data: Path
     tokenizer = Tokenizer.from_gguf_metadata(metadata)
     assert tokenizer.vocab_size == 320
     assert tokenizer.decode([319, 320, 324]) == tokenizer.decode([319])
+
+
+def test_the_template_in_the_metadata_is_the_model_s_and_named_ones_stand_beside_it(data: Path) -> None:
+    """TOK-06: and a file without one has none."""
+    path = data / "golden" / "tiny-llama" / "tokenizer.json"
+    metadata = gguf_of_byte_level(path, "gpt-2")
+    assert not Tokenizer.from_gguf_metadata(metadata).chat_templates
+    metadata["tokenizer.chat_template"] = "plain"
+    metadata["tokenizer.chat_template.tool_use"] = "with tools"
+    template = ChatTemplate.load(Tokenizer.from_gguf_metadata(metadata))
+    messages = [{"role": "user", "content": "hi"}]
+    assert template.render(messages) == "plain"
+    assert template.render(messages, tools=[{"type": "function"}]) == "with tools"
