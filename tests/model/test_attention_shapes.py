@@ -100,6 +100,27 @@ def test_weights_of_another_head_size_are_refused_naming_the_tensors(tmp_path: P
         load(write_folder(tmp_path, config, state))
 
 
+@pytest.mark.parametrize("backend", list(BACKENDS))
+def test_a_model_whose_products_leave_half_precision_stays_finite_and_right(backend: str, tmp_path: Path) -> None:
+    """NUM-06: q and k so large that q · k is beyond float16; float32 follows the definition, bfloat16 is finite everywhere."""
+    config = tiny_config("Qwen2ForCausalLM", head_dim=128, hidden_size=64)
+    state = random_state(config, has_bias=True)
+    for layer in range(2):
+        for role in ("q", "k"):
+            state[f"model.layers.{layer}.self_attn.{role}_proj.bias"] *= 250
+    q, k = (state[f"model.layers.0.self_attn.{role}_proj.bias"].view(-1, 128) for role in ("q", "k"))
+    assert float((q @ k.T).abs().max()) > 65_504
+    folder = write_folder(tmp_path, config, state)
+    ids = [(13 * i * i + i) % config["vocab_size"] for i in range(70)]
+    wanted = dense_logits(config, state, ids, plain_frequencies(10_000, 128))
+    exact = PagedDecoder(load(folder).decoder, backend).whole(ids)
+    assert torch.allclose(
+        exact.double(), wanted, rtol=0, atol=0.05
+    )  # the angles of such products are float32 themselves
+    half = PagedDecoder(load(folder, dtype="bfloat16").decoder, backend).whole(ids, chunk=9)
+    assert half.isfinite().all()
+
+
 def test_a_cache_of_another_shape_is_refused(tmp_path: Path) -> None:
     config = tiny_config()
     first = load(write_folder(tmp_path / "a", config, random_state(config))).decoder
