@@ -9,6 +9,8 @@ catch it, free something and try again.
     ├── RefCountError      more references given back than are held (double free)
     ├── PublishConflict    a published block was to be published under another hash
     ├── TableNotEmpty      a table that holds tokens was asked to adopt a cached prefix
+    ├── OutOfSlots         no free run of slots is long enough (`contiguous.py` only)
+    ├── StaleSpan          a span was released that is not held (`contiguous.py` only)
     ├── WeakHash           the injected block hash cannot keep different prefixes apart
     ├── OutOfRange         an argument is outside its limits (also a ValueError)
     └── InvariantBroken    `BlockPool.check` found the bookkeeping wrong: a bug in this package or its caller
@@ -60,6 +62,25 @@ class TableNotEmpty(AllocatorError):
     def __init__(self, num_tokens: int) -> None:
         super().__init__(f"a cached prefix can only be adopted by an empty table and this one has {num_tokens} tokens")
         self.num_tokens = num_tokens
+
+
+class OutOfSlots(AllocatorError):
+    """No hole of a contiguous arena is long enough, though there may be enough slots in all."""
+
+    def __init__(self, needed: int, largest: int, free: int) -> None:
+        super().__init__(f"{needed} slots in one piece are needed; the longest hole has {largest}, all together {free}")
+        self.needed = needed
+        self.largest = largest
+        self.free = free
+
+
+class StaleSpan(AllocatorError):
+    """A span of a contiguous arena was given back that is not held (any more)."""
+
+    def __init__(self, start: int, num_slots: int) -> None:
+        super().__init__(f"no span of {num_slots} slots at {start} is held")
+        self.start = start
+        self.num_slots = num_slots
 
 
 class WeakHash(AllocatorError):
