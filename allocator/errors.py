@@ -5,6 +5,7 @@ catch it, free something and try again.
 
     AllocatorError
     ├── OutOfBlocks        not enough free blocks; ordinary, the scheduler preempts or waits
+    │   └── QuotaExceeded  blocks are free, and this namespace may not have them
     ├── StaleBlock         the block is not what the caller thinks it is (free, reused, outside the pool)
     ├── RefCountError      more references given back than are held (double free)
     ├── PublishConflict    a published block was to be published under another hash
@@ -13,8 +14,11 @@ catch it, free something and try again.
     ├── StaleSpan          a span was released that is not held (`contiguous.py` only)
     ├── WeakHash           the injected block hash cannot keep different prefixes apart
     ├── OutOfRange         an argument is outside its limits (also a ValueError)
+    ├── UnknownPolicy      no eviction policy has this name (also a ValueError)
     └── InvariantBroken    `BlockPool.check` found the bookkeeping wrong: a bug in this package or its caller
 """
+
+from collections.abc import Iterable
 
 
 class AllocatorError(Exception):
@@ -30,6 +34,17 @@ class OutOfBlocks(AllocatorError):
         self.free = free
 
 
+class QuotaExceeded(OutOfBlocks):
+    """Blocks are free, but the namespace's cap, or what others are guaranteed, keeps them from it."""
+
+    def __init__(self, needed: int, available: int, namespace: bytes) -> None:
+        super().__init__(needed, available)
+        self.namespace = namespace
+        name = namespace.hex()[:12] or "(default)"
+        message = f"{needed} blocks are needed and namespace {name} may have {available} more; "
+        self.args = (message + "its cap, or the floors guaranteed to others, stand against it",)
+
+
 class StaleBlock(AllocatorError):
     """A block id does not name what the caller believes it names."""
 
@@ -41,8 +56,9 @@ class StaleBlock(AllocatorError):
 class RefCountError(AllocatorError):
     """More references to a block were given back than are held."""
 
-    def __init__(self, block_id: int, held: int, released: int) -> None:
-        super().__init__(f"block {block_id} has {held} references to give back and {released} were released")
+    def __init__(self, block_id: int, held: int, released: int, explanation: str = "") -> None:
+        message = f"block {block_id} has {held} references to give back and {released} were released"
+        super().__init__(f"{message}: {explanation}" if explanation else message)
         self.block_id = block_id
         self.held = held
         self.released = released
@@ -90,11 +106,18 @@ class WeakHash(AllocatorError):
 class OutOfRange(AllocatorError, ValueError):
     """An argument is outside its limits; `high` is None where there is no upper limit."""
 
-    def __init__(self, field: str, value: int, low: int, high: int | None = None) -> None:
+    def __init__(self, field: str, value: float, low: float, high: float | None = None) -> None:
         limits = f"at least {low}" if high is None else f"between {low} and {high}"
         super().__init__(f"{field} must be {limits} and is {value}")
         self.field = field
         self.value = value
+
+
+class UnknownPolicy(AllocatorError, ValueError):
+    """No eviction policy has this name."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"policy must be one of {', '.join(known)} and is {name!r}")
 
 
 class InvariantBroken(AllocatorError):
