@@ -18,7 +18,7 @@ from allocator.eviction import HIGH, LOW, NORMAL, POLICIES, EvictionOrder
 from allocator.ledger import Account, Owner
 from allocator.observer import Observer, Publication
 from allocator.pool import NULL_BLOCK, BlockHandle, BlockPool, Incident
-from allocator.prefix import HashBlock, Match, PrefixCache, sha256_block
+from allocator.prefix import HashBlock, Match, PrefixCache, namespace_key, sha256_block
 from allocator.quota import PUBLIC, Quota, Quotas
 from allocator.stats import PoolStats
 from allocator.table import NO_GROWTH, BlockTable, Growth
@@ -59,5 +59,6 @@ __all__ = [
     "TableNotEmpty",
     "UnknownPolicy",
     "WeakHash",
+    "namespace_key",
     "sha256_block",
 ]

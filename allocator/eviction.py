@@ -172,15 +172,19 @@ class Shelves:
         if space is not None and not any(map(len, levels)):
             del self._levels[space]
 
-    def pop(self, taker: Space | None, own_only: bool = False) -> int:
-        """Choose the block to evict for `taker`: from itself, or from the unprotected namespace with the largest excess."""
+    def pop(self, taker: Space | None, num_blocks: int, own_only: bool = False) -> int:
+        """Choose a block to evict for `taker`, which takes `num_blocks`: its own, or from whoever is furthest above its share.
+
+        What the taker is about to have counts as its own; a namespace at its floor or below gives nothing to others.
+        O(namespaces with cached blocks).
+        """
         if self.quotas is None or taker is None:
             space = None
         elif own_only:
             space = taker
         else:
             candidates = (s for s in self._levels if s is not None and (s is taker or not s.is_protected))
-            space = max(candidates, key=_excess)
+            space = max(candidates, key=lambda s: s.excess(num_blocks if s is taker else 0))
         levels = self._levels[space]
         block = next(level.pop() for level in levels if len(level))
         if space is not None and not any(map(len, levels)):
@@ -198,7 +202,3 @@ class Shelves:
         for levels in self._levels.values():
             for level in levels:
                 yield from level
-
-
-def _excess(space: Space) -> float:
-    return space.excess

@@ -288,12 +288,8 @@ class BlockPool:
         refs, keys, index, following = self._refs, self._keys, self._index, self._next
         on_removed = self._on_removed
         taken: list[int] = []
-        num_from_ring = num_blocks
-        if self._shelves is not None:
-            taken = self._evict_for(num_blocks, account)
-            num_from_ring -= len(taken)
-            for block in taken:
-                refs[block] = 1
+        evicted = self._evict_for(num_blocks, account) if self._shelves is not None else ()
+        num_from_ring = num_blocks - len(evicted)
         block = following[NULL_BLOCK]
         for _ in range(num_from_ring):
             if (key := keys[block]) is not None:
@@ -308,6 +304,9 @@ class BlockPool:
             block = following[block]
         following[NULL_BLOCK] = block
         self._prev[block] = NULL_BLOCK
+        for block in evicted:
+            refs[block] = 1
+            taken.append(block)
         self._num_free -= num_blocks
         self._num_references += num_blocks
         if self.ledger is not None:
@@ -776,7 +775,7 @@ class BlockPool:
                 num_own = max(0, space.resident + num_blocks - space.quota.cap)
         num_plain = self._num_free - self._num_free_findable
         num_victims = max(num_own, num_blocks - num_plain)
-        victims = [shelves.pop(space, own_only=index < num_own) for index in range(num_victims)]
+        victims = [shelves.pop(space, num_blocks, own_only=index < num_own) for index in range(num_victims)]
         for block in victims:
             self._num_free_findable -= 1
             self._num_evictions += 1

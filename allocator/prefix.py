@@ -9,6 +9,7 @@ block was handed out again.
 """
 
 import hashlib
+import hmac
 import os
 import sys
 from array import array
@@ -18,6 +19,7 @@ from itertools import islice
 
 from allocator.errors import AllocatorError, OutOfRange, WeakHash
 from allocator.pool import BlockPool
+from allocator.quota import PUBLIC
 
 HashBlock = Callable[[bytes, bytes], bytes]  # (parent digest, token bytes) → digest
 
@@ -28,6 +30,14 @@ TOKEN_BYTES = 4  # fixed width, so that [1, 23] and [12, 3] are different bytes
 def sha256_block(parent: bytes, tokens: bytes) -> bytes:
     """Hash one block: `parent` is the digest of the block before it (or the namespace's root)."""
     return hashlib.sha256(parent + tokens).digest()
+
+
+def namespace_key(secret: bytes, identity: bytes) -> bytes:
+    """Derive the namespace of a tenant: a keyed hash, so that it neither shows the identity nor can be guessed.
+
+    `identity` is what the service knows about its caller (an authenticated tenant), never a field of the prompt.
+    """
+    return hmac.digest(secret, b"looseleaf namespace 1\0" + identity, "sha256")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +67,49 @@ class PrefixCache:
         self._pool = pool
         self._hash_block = hash_block
         self._secret = os.urandom(DIGEST_BYTES) if secret is None else secret
+        self._public: set[bytes] = set()  # hashes of the blocks of declared public segments
 
     @property
     def num_cached(self) -> int:
         """Count the blocks that can be found, held or free."""
         return self._pool.num_findable
 
+    def namespace_of(self, identity: bytes) -> bytes:
+        """Derive a tenant's namespace with this cache's secret (`namespace_key`)."""
+        return namespace_key(self._secret, identity)
+
+    def declare_public(self, token_ids: Sequence[int], scope: bytes = b"") -> int:
+        """Let the full blocks of a segment that begins prompts (a system prompt) be shared by all namespaces.
+
+        Only declare what no tenant could mind others to know: a fast first token tells that it was cached.
+        Blocks after the segment are private again. Returns how many blocks the segment fills.
+        """
+        block_size = self._pool.block_size
+        num_full = len(token_ids) // block_size
+        tokens = _token_bytes(token_ids[: num_full * block_size])
+        parent = self._root(PUBLIC, scope)
+        for start in range(0, len(tokens), block_size * TOKEN_BYTES):
+            parent = self._hash_block(parent, tokens[start : start + block_size * TOKEN_BYTES])
+            self._public.add(parent)
+        return num_full
+
+    def is_public(self, block_hash: bytes) -> bool:
+        """Say whether a hash belongs to a declared public segment."""
+        return block_hash in self._public
+
     def block_hashes(
-        self, token_ids: Sequence[int], namespace: bytes = b"", previous: Sequence[bytes] = ()
+        self,
+        token_ids: Sequence[int],
+        namespace: bytes = b"",
+        previous: Sequence[bytes] = (),
+        scope: bytes = b"",
     ) -> list[bytes]:
         """Return the chained hashes of all full blocks of `token_ids`, one per block, in order.
 
-        `namespace` must tell apart everything else that changes the KV: model revision, KV dtype,
-        adapter, tenant. `previous`: the hashes already known for the first blocks of these tokens in
-        this namespace; only the rest is computed and the result starts with them. Token ids are
-        unsigned 32-bit. Raises `OutOfRange`.
+        `namespace` keeps tenants apart, `scope` everything else that changes the KV: model revision, KV dtype,
+        adapter; a public segment is shared within its scope. `previous`: the hashes already known for the first
+        blocks of these tokens with these arguments; only the rest is computed and the result starts with them.
+        Token ids are unsigned 32-bit. Raises `OutOfRange`.
         """
         block_size = self._pool.block_size
         num_full = len(token_ids) // block_size
@@ -81,10 +119,24 @@ class PrefixCache:
         hashes = list(previous)
         if num_known == num_full:
             return hashes
-        parent = hashes[-1] if hashes else self._root(namespace)
         tokens = _token_bytes(token_ids[num_known * block_size : num_full * block_size])
         hash_block, stride = self._hash_block, block_size * TOKEN_BYTES
-        for start in range(0, len(tokens), stride):
+        private = 0  # where the bytes of the first private block begin
+        if self._public and (not hashes or hashes[-1] in self._public):
+            parent = hashes[-1] if hashes else self._root(PUBLIC, scope)
+            while private < len(tokens):
+                parent = hash_block(parent, tokens[private : private + stride])
+                if parent not in self._public:
+                    break
+                hashes.append(parent)
+                private += stride
+        if not hashes:
+            parent = self._root(namespace, scope)
+        elif hashes[-1] in self._public:
+            parent = hashlib.sha256(b"looseleaf after public\0" + self._root(namespace, scope) + hashes[-1]).digest()
+        else:
+            parent = hashes[-1]
+        for start in range(private, len(tokens), stride):
             parent = hash_block(parent, tokens[start : start + stride])
             hashes.append(parent)
         return hashes
@@ -113,22 +165,23 @@ class PrefixCache:
             num_lookup_tokens=max_tokens,
         )
 
-    def publish(self, block_id: int, block_hash: bytes) -> bool:
+    def publish(self, block_id: int, block_hash: bytes, parent: bytes | None = None, depth: int = 0) -> bool:
         """Make a full block findable, once the KV of its last slot has really been computed.
 
-        Returns whether this block is the one now found: the first publisher wins and a duplicate
+        `parent` is the hash of the block before it and `depth` how many precede it: for observers and eviction
+        policies. Returns whether this block is the one now found: the first publisher wins and a duplicate
         stays private to its table. Raises `StaleBlock` when nobody holds the block.
         """
-        return self._pool.publish(block_id, block_hash)
+        return self._pool.publish(block_id, block_hash, parent, depth, block_hash in self._public)
 
     def clear(self) -> None:
         """Forget every published block; tables keep what they hold."""
         self._pool.forget_all()
 
-    def _root(self, namespace: bytes) -> bytes:
+    def _root(self, namespace: bytes, scope: bytes) -> bytes:
         """Derive the parent of a first block; lengths go in front so that no two inputs read alike."""
         root = hashlib.sha256(b"looseleaf prefix root 1\0")
-        for part in (self._secret, namespace):
+        for part in (self._secret, namespace, scope):
             root.update(len(part).to_bytes(8, "little"))
             root.update(part)
         return root.digest()

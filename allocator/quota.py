@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 
 from allocator.errors import OutOfRange
 
-PUBLIC = b"\0public"  # the namespace that is charged for the blocks of declared public segments
+PUBLIC = b"\0public segments\0"  # the namespace that is charged for the blocks of declared public segments
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,9 @@ class Space:
         """Say whether others must not evict its cache: it has no more than its floor."""
         return self.resident <= self.quota.floor
 
-    @property
-    def excess(self) -> float:
-        """Rank it for eviction: blocks in units of its share."""
-        return self.resident / self.quota.weight
+    def excess(self, num_blocks: int) -> float:
+        """Rank it for eviction: its blocks, with `num_blocks` more, in units of its share."""
+        return (self.resident + num_blocks) / self.quota.weight
 
 
 class Quotas:
