@@ -3,6 +3,7 @@
 from allocator.audit import Finding
 from allocator.errors import (
     AllocatorError,
+    EventsLost,
     InvariantBroken,
     OutOfBlocks,
     OutOfRange,
@@ -14,6 +15,7 @@ from allocator.errors import (
     UnknownPolicy,
     WeakHash,
 )
+from allocator.events import DEVICE, Cleared, Event, EventLog, Quarantined, Removed, Stored
 from allocator.eviction import HIGH, LOW, NORMAL, POLICIES, EvictionOrder
 from allocator.ledger import Account, Owner
 from allocator.observer import Observer, Publication
@@ -22,8 +24,11 @@ from allocator.prefix import HashBlock, Match, PrefixCache, namespace_key, sha25
 from allocator.quota import PUBLIC, Quota, Quotas
 from allocator.stats import PoolStats
 from allocator.table import NO_GROWTH, BlockTable, Growth
+from allocator.timeline import BOUNDS_S, Histogram, Timeline
 
 __all__ = [
+    "BOUNDS_S",
+    "DEVICE",
     "HIGH",
     "LOW",
     "NORMAL",
@@ -36,10 +41,15 @@ __all__ = [
     "BlockHandle",
     "BlockPool",
     "BlockTable",
+    "Cleared",
+    "Event",
+    "EventLog",
+    "EventsLost",
     "EvictionOrder",
     "Finding",
     "Growth",
     "HashBlock",
+    "Histogram",
     "Incident",
     "InvariantBroken",
     "Match",
@@ -51,12 +61,16 @@ __all__ = [
     "PrefixCache",
     "Publication",
     "PublishConflict",
+    "Quarantined",
     "Quota",
     "QuotaExceeded",
     "Quotas",
     "RefCountError",
+    "Removed",
     "StaleBlock",
+    "Stored",
     "TableNotEmpty",
+    "Timeline",
     "UnknownPolicy",
     "WeakHash",
     "namespace_key",

@@ -14,6 +14,7 @@ catch it, free something and try again.
     ├── StaleSpan          a span was released that is not held (`contiguous.py` only)
     ├── WeakHash           the injected block hash cannot keep different prefixes apart
     ├── OutOfRange         an argument is outside its limits (also a ValueError)
+    ├── EventsLost         events were asked for that have left the replay buffer; start again from a snapshot
     ├── UnknownPolicy      no eviction policy has this name (also a ValueError)
     └── InvariantBroken    `BlockPool.check` found the bookkeeping wrong: a bug in this package or its caller
 """
@@ -111,6 +112,15 @@ class OutOfRange(AllocatorError, ValueError):
         super().__init__(f"{field} must be {limits} and is {value}")
         self.field = field
         self.value = value
+
+
+class EventsLost(AllocatorError):
+    """The replay buffer no longer reaches back so far; take a snapshot and read on from it."""
+
+    def __init__(self, seq: int, first: int) -> None:
+        super().__init__(f"event {seq} was asked for and the buffer begins with {first}; start again from a snapshot")
+        self.seq = seq
+        self.first = first
 
 
 class UnknownPolicy(AllocatorError, ValueError):

@@ -8,12 +8,16 @@ from typing import NamedTuple
 
 
 class Publication(NamedTuple):
-    """A block that became findable under `key`; `parent` is the key of the block before it, `depth` how many precede it."""
+    """A block of `num_tokens` tokens that became findable under `key`.
+
+    `parent` is the key of the block before it in its prefix, None for the first, and `depth` how many precede it.
+    """
 
     block: int
     key: bytes
     parent: bytes | None
     depth: int
+    num_tokens: int
 
 
 class Observer:

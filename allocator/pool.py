@@ -467,13 +467,20 @@ class BlockPool:
     # ── Finding blocks ───────────────────────────────────────────────────────────────────────────
 
     def publish(
-        self, block: int, key: bytes, parent: bytes | None = None, depth: int = 0, is_public: bool = False
+        self,
+        block: int,
+        key: bytes,
+        parent: bytes | None = None,
+        depth: int = 0,
+        is_public: bool = False,
+        num_tokens: int | None = None,
     ) -> bool:
         """Make a held block findable under `key`; from now on its content must not change.
 
         Returns whether the block is the one found under `key`: the first publisher wins, a
         duplicate stays private and no table is pointed elsewhere. `parent` is the key of the block before
-        it and `depth` how many precede it: for observers and policies. A public block is charged to the
+        it, `depth` how many precede it and `num_tokens` how many tokens it has, None if it is full: for
+        observers and policies. A public block is charged to the
         namespace `PUBLIC` from now on. Raises `StaleBlock` when nobody holds the block and
         `PublishConflict` when it has another key.
         """
@@ -492,12 +499,16 @@ class BlockPool:
         if is_public and self.quotas is not None:
             self._charge(block, self.quotas.space(PUBLIC))
         for told in self._on_stored:
-            told(Publication(block, key, parent, depth))
+            told(Publication(block, key, parent, depth, num_tokens or self.block_size))
         return True
 
     def find(self, key: bytes) -> int | None:
         """Return the block published under `key`, held or free; changes nothing."""
         return self._index.get(key)
+
+    def published(self) -> list[tuple[bytes, int]]:
+        """List the keys that can be found, with their blocks."""
+        return list(self._index.items())
 
     def key_of(self, block: int) -> bytes | None:
         """Return the hash under which a block is published, None if it is not."""
@@ -779,8 +790,8 @@ class BlockPool:
         for block in victims:
             self._num_free_findable -= 1
             self._num_evictions += 1
-            self._discharge(block)
             self._forget(block)
+            self._discharge(block)
         return victims
 
     def _set_level(self, block: int, level: int) -> None:
