@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from allocator import POLICIES
 from service.config import SchedulerConfig
 from service.errors import ConfigError
 from service.simulate.cost import COSTS, StepCost
@@ -26,6 +27,7 @@ class WhatIf(Struct, frozen=True, kw_only=True):
 
     block_size: int
     pool_tokens: int
+    policy: str
     tenants: int
 
 
@@ -35,6 +37,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     what_ifs = command.add_argument_group("what if (several values make several rows)")
     what_ifs.add_argument("--block-size", type=_positive, nargs="+", default=[16], metavar="TOKENS")
     what_ifs.add_argument("--pool-tokens", type=_positive, nargs="+", default=[400_000], metavar="TOKENS")
+    what_ifs.add_argument("--policy", choices=sorted(POLICIES), nargs="+", default=["lru"], help="of eviction")
     what_ifs.add_argument(
         "--tenants", type=_positive, nargs="+", metavar="N", help="spread the trace over so many (default: as it is)"
     )
@@ -68,16 +71,17 @@ def run(options: argparse.Namespace) -> int:
         max_num_seqs=options.max_num_seqs, token_budget=options.token_budget, max_waiting=options.max_waiting
     )
     rows = []
-    for block_size, pool_tokens, tenants in itertools.product(
-        options.block_size, options.pool_tokens, options.tenants or [0]
+    for block_size, pool_tokens, policy, tenants in itertools.product(
+        options.block_size, options.pool_tokens, options.policy, options.tenants or [0]
     ):
-        what_if = WhatIf(block_size=block_size, pool_tokens=pool_tokens, tenants=tenants)
+        what_if = WhatIf(block_size=block_size, pool_tokens=pool_tokens, policy=policy, tenants=tenants)
         engine = Engine(
             cost=cost,
             num_blocks=max(1, pool_tokens // block_size) + 1,
             block_size=block_size,
             scheduler=scheduler,
             max_model_len=options.max_model_len,
+            policy=policy,
             # Without hash ids no two prompts are known to be alike, and hashing them would only cost time.
             prefix_caching=not options.no_prefix_caching and not options.requests and any(r.hash_ids for r in trace),
         )
@@ -93,7 +97,18 @@ def run(options: argparse.Namespace) -> int:
 def table(rows: Iterable[tuple[WhatIf, Report, float]]) -> str:
     """Lay the reports out, a row each."""
     columns = (
-        *("block", "pool tokens", "tenants", "finished", "refused", "req/s", "hit %", "TTFT p50 ms", "p99 ms"),
+        *(
+            "block",
+            "pool tokens",
+            "policy",
+            "tenants",
+            "finished",
+            "refused",
+            "req/s",
+            "hit %",
+            "TTFT p50 ms",
+            "p99 ms",
+        ),
         *("ms/token p50", "p99", "running", "peak", "used %", "waste %", "preempted", "steps", "cpu s"),
     )
     lines = [columns]
@@ -102,6 +117,7 @@ def table(rows: Iterable[tuple[WhatIf, Report, float]]) -> str:
             (
                 str(what_if.block_size),
                 str(what_if.pool_tokens),
+                what_if.policy,
                 str(what_if.tenants or "-"),
                 str(report.finished),
                 str(report.refused_full + report.refused_long),

@@ -33,6 +33,7 @@ class Engine(Struct, frozen=True, kw_only=True):
     scheduler: SchedulerConfig = SchedulerConfig()
     max_model_len: int = 2**20
     prefix_caching: bool = True
+    policy: str = "lru"  # of eviction, a name of `allocator.POLICIES`
 
 
 class Quantiles(Struct, frozen=True, kw_only=True):
@@ -90,7 +91,7 @@ def simulate(trace: Iterable[TraceRequest], engine: Engine, *, is_stepwise: bool
     `is_stepwise` schedules every single step: the same result, slowly. Raises `ConfigError` for hash ids that cannot be cut into the
     engine's blocks.
     """
-    pool = BlockPool(engine.num_blocks, engine.block_size)
+    pool = BlockPool(engine.num_blocks, engine.block_size, policy=engine.policy)
     prefix_cache = PrefixCache(pool, secret=b"simulation") if engine.prefix_caching else None
     core = CountingCore(engine.scheduler, pool, prefix_cache, max_model_len=engine.max_model_len)
     book = _Book(core, pool)

@@ -23,18 +23,32 @@ def trace(tmp_path: Path) -> Path:
 
 def test_every_combination_of_what_ifs_is_a_row(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert (
-        main(["simulate", str(trace), "--block-size", "16", "32", "--pool-tokens", "4096", "65536", "--tenants", "1"])
+        main(
+            [
+                "simulate",
+                str(trace),
+                "--block-size",
+                "16",
+                "32",
+                "--pool-tokens",
+                "4096",
+                "65536",
+                "--policy",
+                "lru",
+                "cost",
+            ]
+        )
         == 0
     )
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["block", "pool", "tokens"]
-    assert [row.split()[:3] for row in rows] == [
-        ["16", "4096", "1"],
-        ["16", "65536", "1"],
-        ["32", "4096", "1"],
-        ["32", "65536", "1"],
+    assert [row.split()[:4] for row in rows] == [
+        [block_size, pool_tokens, policy, "-"]
+        for block_size in ("16", "32")
+        for pool_tokens in ("4096", "65536")
+        for policy in ("lru", "cost")
     ]
-    assert all(row.split()[3] == "12" for row in rows), "not every request has finished"
+    assert all(row.split()[4] == "12" for row in rows), "not every request has finished"
 
 
 def test_json_has_every_number(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
