@@ -23,6 +23,7 @@ from allocator.pool import NULL_BLOCK, BlockHandle, BlockPool, Incident
 from allocator.prefix import HashBlock, Match, PrefixCache, namespace_key, sha256_block
 from allocator.quota import PUBLIC, Quota, Quotas
 from allocator.stats import PoolStats
+from allocator.subblock import PartialHit
 from allocator.table import NO_GROWTH, BlockTable, Growth
 from allocator.timeline import BOUNDS_S, Histogram, Timeline
 
@@ -57,6 +58,7 @@ __all__ = [
     "OutOfBlocks",
     "OutOfRange",
     "Owner",
+    "PartialHit",
     "PoolStats",
     "PrefixCache",
     "Publication",

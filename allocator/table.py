@@ -104,16 +104,17 @@ class BlockTable:
         if num_tokens < 0:
             raise OutOfRange("num_tokens", num_tokens, 0)
         if match is not None:
-            num_hits = len(match.block_ids)
-            end = num_hits * self._block_size + num_tokens
-            return -(-end // self._block_size) - num_hits + self._pool.count_free(match.block_ids)
+            end = match.num_tokens + num_tokens
+            hits = match.block_ids if match.partial is None else (*match.block_ids, match.partial.block_id)
+            return -(-end // self._block_size) - len(match.block_ids) + self._pool.count_free(hits)
         end = self._num_tokens + num_tokens
         return -(-end // self._block_size) - len(self._block_ids) + self._needs_copy(num_tokens)
 
     def adopt(self, match: Match, num_tokens: int) -> Growth:
         """Start an empty table with the blocks of `match` and reserve `num_tokens` slots after them.
 
-        One atomic step: the hits are held first, so taking the new blocks cannot evict them. Also
+        One atomic step: the hits are held first, so taking the new blocks cannot evict them. A partial hit
+        is copied to the first new block, and held until `pool.finish_copies(growth.copies)`. Also
         counts the lookup for the hit rate, so sequences without a hit should come through here too.
         Raises `TableNotEmpty`, `OutOfBlocks`, and `StaleBlock` when a matched block was reused since
         the match (match again).
@@ -124,17 +125,25 @@ class BlockTable:
         for block, key in zip(match.block_ids, match.hashes, strict=True):
             if pool.key_of(block) != key:
                 raise StaleBlock(block, "was reused after it was matched")
+        partial = match.partial
+        if partial is not None and pool.key_of(partial.block_id) != partial.block_hash:
+            raise StaleBlock(partial.block_id, "was reused after it was matched")
         needed = self.blocks_needed(num_tokens, match)
         pool.require_available(needed, self._account)
         for block in match.block_ids:
             pool.touch(block, self._account)
+        if partial is not None:
+            pool.touch(partial.block_id, self._account)
         num_hits = len(match.block_ids)
-        end = num_hits * self._block_size + num_tokens
+        end = match.num_tokens + num_tokens
         taken = pool.take(-(-end // self._block_size) - num_hits, self._account)
         self._block_ids = [*match.block_ids, *taken]
         self._num_tokens = end
-        pool.record_lookup(match.num_lookup_tokens, num_hits * self._block_size)
-        return Growth(tuple(taken), ())
+        pool.record_lookup(match.num_lookup_tokens, match.num_tokens)
+        if partial is None:
+            return Growth(tuple(taken), ())
+        pool.begin_copy(partial.block_id, taken[0], self._account)
+        return Growth(tuple(taken[1:]), ((partial.block_id, taken[0]),))
 
     def fork(self, owner: Owner | None = None) -> "BlockTable":
         """Return a table over the same blocks; whoever first appends to a shared tail gets a copy.
