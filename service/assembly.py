@@ -81,11 +81,11 @@ def assemble(config: Config, report: Report) -> Assembly:
         max_model_len=size.max_model_len,
     )
     runner.warm_up(report)
-    pool = BlockPool(size.num_blocks, config.cache.block_size)
+    pool = BlockPool(size.num_blocks, config.cache.block_size, ledger=True, policy=config.cache.policy)
     core = EngineCore(
         config.scheduler,
         pool,
-        PrefixCache(pool) if config.cache.prefix_caching else None,
+        PrefixCache(pool, sub_blocks=config.cache.sub_blocks) if config.cache.prefix_caching else None,
         max_model_len=size.max_model_len,
     )
     info = EngineInfo(

@@ -205,13 +205,14 @@ Event = Started | Delta | Finished
 
 
 class PoolUsage(Struct, frozen=True, kw_only=True):
-    """The block pool at one moment, in blocks. used + cached + free = total; shared is a part of used."""
+    """The block pool at one moment, in blocks. used + cached + free = total; shared is a part of used, quarantined of none."""
 
     total: int
     used: int
     cached: int
     free: int
     shared: int
+    quarantined: int = 0
     block_size: int
 
 
