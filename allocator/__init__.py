@@ -17,6 +17,7 @@ from allocator.errors import (
 )
 from allocator.events import DEVICE, Cleared, Event, EventLog, Quarantined, Removed, Stored
 from allocator.eviction import HIGH, LOW, NORMAL, POLICIES, EvictionOrder
+from allocator.file_tier import FileTier, load_secret, make_stamp
 from allocator.ledger import Account, Owner
 from allocator.observer import Observer, Publication
 from allocator.pool import NULL_BLOCK, BlockHandle, BlockPool, Incident
@@ -25,6 +26,7 @@ from allocator.quota import PUBLIC, Quota, Quotas
 from allocator.stats import PoolStats
 from allocator.subblock import PartialHit
 from allocator.table import NO_GROWTH, BlockTable, Growth
+from allocator.tiers import HostTier, Load, OffloadQueue, Store, Tier, TierLink
 from allocator.timeline import BOUNDS_S, Histogram, Timeline
 
 __all__ = [
@@ -47,14 +49,18 @@ __all__ = [
     "EventLog",
     "EventsLost",
     "EvictionOrder",
+    "FileTier",
     "Finding",
     "Growth",
     "HashBlock",
     "Histogram",
+    "HostTier",
     "Incident",
     "InvariantBroken",
+    "Load",
     "Match",
     "Observer",
+    "OffloadQueue",
     "OutOfBlocks",
     "OutOfRange",
     "Owner",
@@ -70,11 +76,16 @@ __all__ = [
     "RefCountError",
     "Removed",
     "StaleBlock",
+    "Store",
     "Stored",
     "TableNotEmpty",
+    "Tier",
+    "TierLink",
     "Timeline",
     "UnknownPolicy",
     "WeakHash",
+    "load_secret",
+    "make_stamp",
     "namespace_key",
     "sha256_block",
 ]

@@ -328,10 +328,16 @@ class BlockPool:
             (account or self.ledger.anonymous).gained((block,), "share")
 
     def touch(self, block: int, account: Account | None = None) -> None:
-        """Add a reference to a published block, taking it out of the free ring if it was free.
+        """Use a published block again: add a reference, taking it out of the free ring if it was free.
 
         Raises `StaleBlock` when the block is not published: its content is anybody's.
         """
+        self.hold(block, account)
+        for told in self._on_reused:
+            told(block)
+
+    def hold(self, block: int, account: Account | None = None) -> None:
+        """Add a reference like `touch`, for bookkeeping: no observer takes it for a use."""
         self._require_in_pool(block)
         if self._keys[block] is None:
             raise StaleBlock(block, "cannot be touched because it is not published (evicted or never filled)")
@@ -342,8 +348,6 @@ class BlockPool:
             else:
                 self._unshelve(block)
         self._add_reference(block)
-        for told in self._on_reused:
-            told(block)
         if self.ledger is not None:
             (account or self.ledger.anonymous).gained((block,), "touch")
 
