@@ -6,7 +6,7 @@ answered by the code that serves.
 
 from service.simulate.cost import COSTS, StepCost, Work
 from service.simulate.simulator import Engine, Report, simulate
-from service.simulate.trace import TraceRequest, assign_tenants, read_trace, resample
+from service.simulate.trace import TraceRequest, assign_tenants, num_common_ids, read_trace, resample
 
 __all__ = [
     "COSTS",
@@ -16,6 +16,7 @@ __all__ = [
     "TraceRequest",
     "Work",
     "assign_tenants",
+    "num_common_ids",
     "read_trace",
     "resample",
     "simulate",

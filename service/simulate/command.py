@@ -16,7 +16,7 @@ from service.config import SchedulerConfig
 from service.errors import ConfigError
 from service.simulate.cost import COSTS, StepCost
 from service.simulate.simulator import Engine, Report, simulate
-from service.simulate.trace import TraceRequest, assign_tenants, read_trace, resample
+from service.simulate.trace import TraceRequest, assign_tenants, num_common_ids, read_trace, resample
 
 DEFAULT_COST = "llama-3.1-8b-h100"
 COEFFICIENTS = tuple(StepCost.__struct_fields__)
@@ -151,7 +151,7 @@ def _load(trace: Sequence[TraceRequest], tenants: int, options: argparse.Namespa
     elif options.rate is not None:
         scale = len(trace) / options.rate / span_s if span_s else 0.0
         requests = (msgspec.structs.replace(r, arrival_s=r.arrival_s * scale) for r in trace)
-    return assign_tenants(requests, tenants) if tenants else requests
+    return assign_tenants(requests, tenants, num_common=num_common_ids(trace)) if tenants else requests
 
 
 def _write_json(path: Path, engine: Engine, rows: Iterable[tuple[WhatIf, Report, float]]) -> None:

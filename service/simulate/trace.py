@@ -79,10 +79,23 @@ def resample(trace: Sequence[TraceRequest], num_requests: int, *, rate: float, s
         )
 
 
-def assign_tenants(trace: Iterable[TraceRequest], num_tenants: int) -> Iterator[TraceRequest]:
-    """Spread a trace over tenants; requests whose prompts begin alike stay with one of them, the others take turns."""
+def num_common_ids(trace: Sequence[TraceRequest]) -> int:
+    """Count the hash ids that all prompts begin with: a system prompt of the whole trace."""
+    shortest = min((request.hash_ids for request in trace), key=len, default=())
+    for position, id_ in enumerate(shortest):
+        if any(request.hash_ids[position] != id_ for request in trace):
+            return position
+    return len(shortest)
+
+
+def assign_tenants(trace: Iterable[TraceRequest], num_tenants: int, *, num_common: int = 0) -> Iterator[TraceRequest]:
+    """Spread a trace over tenants.
+
+    Requests whose prompts go on alike after their first `num_common` ids stay with one tenant, as the turns of a conversation do; the
+    others take turns.
+    """
     for position, request in enumerate(trace):
-        owner = request.hash_ids[0] if request.hash_ids else position
+        owner = request.hash_ids[num_common] if len(request.hash_ids) > num_common else position
         yield msgspec.structs.replace(request, tenant=f"tenant-{owner % num_tenants}")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import allocator_cost
 import claims
+import fitted_eviction
 import isolation
+import numpy as np
 import prefix_reuse
 import pytest
 
@@ -154,3 +156,17 @@ def test_the_textbook_allocator_does_the_same_job() -> None:
         assert paged.pool.num_used == len(textbook.inner.refs)
         assert paged.pool.num_free == len(textbook.inner.free) + len(textbook.inner.cached)
     assert [paged.match([kind] * 160) for kind in range(5)] == [textbook.match([kind] * 160) for kind in range(5)]
+
+
+def test_a_policy_fitted_to_a_trace_beats_one_that_is_not_where_there_is_something_to_learn() -> None:
+    """Half of the blocks come back after 30 prompts, the others never; a cache that knows can hold all that return."""
+    returning = [np.array([number % 30]) for number in range(3000)]
+    singles = [np.array([1000 + 3 * number, 1001 + 3 * number, 1002 + 3 * number]) for number in range(3000)]
+    prompts = [prompt for pair in zip(returning, singles, strict=True) for prompt in pair]
+    num_ids = 1000 + 9000
+    classes, event_class, event_gap = fitted_eviction.classify(prompts, num_ids)
+    score = fitted_eviction.scores(event_class, event_gap, 3)
+    names = [[b"%d" % block for block in prompt] for prompt in prompts]
+    fitted = fitted_eviction.fitted_hits(prompts, classes, score, num_ids, 60)
+    assert prefix_reuse.lru_hits(names, 60) == 0
+    assert 0.9 * prefix_reuse.belady_hits(names, 60) < fitted <= prefix_reuse.belady_hits(names, 60)

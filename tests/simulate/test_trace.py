@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from service.errors import ConfigError
-from service.simulate import TraceRequest, assign_tenants, read_trace, resample
+from service.simulate import TraceRequest, assign_tenants, num_common_ids, read_trace, resample
 from service.simulate.trace import block_hashes
 
 
@@ -112,3 +112,23 @@ def test_prompts_that_begin_alike_belong_to_one_tenant() -> None:
     tenants = [request.tenant for request in assign_tenants(trace, 2)]
     assert tenants[0] == tenants[1] != tenants[2]
     assert set(tenants) == {"tenant-0", "tenant-1"}
+
+
+def test_a_system_prompt_of_all_does_not_make_them_one_tenant() -> None:
+    trace = [
+        named(
+            1100,
+            0,
+            1,
+            6,
+        ),
+        named(1100, 0, 1, 7),
+        named(1100, 0, 2, 8),
+        named(600, 0, 1),
+        named(600, 0, 2),
+    ]
+    assert num_common_ids(trace) == 1
+    tenants = [request.tenant for request in assign_tenants(trace, 2, num_common=1)]
+    assert tenants[0] == tenants[1] == tenants[3] != tenants[2] == tenants[4]
+    assert num_common_ids([]) == num_common_ids([named(10)]) == 0
+    assert num_common_ids(trace[:1]) == 3
