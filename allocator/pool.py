@@ -501,7 +501,7 @@ class BlockPool:
             return False
         self._keys[block] = key
         if is_public and self.quotas is not None:
-            self._charge(block, self.quotas.space(PUBLIC))
+            self._charge_public(block, self.quotas)
         for told in self._on_stored:
             told(Publication(block, key, parent, depth, num_tokens or self.block_size))
         return True
@@ -680,7 +680,9 @@ class BlockPool:
 
     def _is_held(self, block: int) -> bool:
         self._require_in_pool(block)
-        return self._refs[block] > 0 or self._pins[block] > 0
+        if self._refs[block] > 0:
+            return True
+        return self._pins[block] > (block in self._quarantine or block in self._guards)
 
     def _require_references(self, blocks: Sequence[int]) -> None:
         """Raise unless every entry of the batch has a reference of its own to give back."""
@@ -708,7 +710,7 @@ class BlockPool:
         return account.space
 
     def _note_evicted(self, block: int, _key: bytes) -> None:
-        if self._dead is not None:
+        if self._dead is not None and self._refs[block] == 0 and self._pins[block] == 0:
             self._dead.append(block)
 
     def _note_dead(self, block: int) -> None:
@@ -790,12 +792,14 @@ class BlockPool:
                 num_own = max(0, space.resident + num_blocks - space.quota.cap)
         num_plain = self._num_free - self._num_free_findable
         num_victims = max(num_own, num_blocks - num_plain)
-        victims = [shelves.pop(space, num_blocks, own_only=index < num_own) for index in range(num_victims)]
-        for block in victims:
-            self._num_free_findable -= 1
-            self._num_evictions += 1
+        victims = []
+        for index in range(num_victims):  # one by one: each changes who is furthest above its share
+            block = shelves.pop(space, num_blocks, own_only=index < num_own)
             self._forget(block)
             self._discharge(block)
+            victims.append(block)
+        self._num_free_findable -= num_victims
+        self._num_evictions += num_victims
         return victims
 
     def _set_level(self, block: int, level: int) -> None:
@@ -813,13 +817,20 @@ class BlockPool:
         else:
             self._levels[block] = level
 
-    def _charge(self, block: int, space: Space) -> None:
-        """Charge a held block to another namespace."""
-        assert self.quotas is not None
-        self._discharge(block, is_held=True)
-        self._spaces[block] = space
-        space.resident += 1
-        self.quotas.holds(space, 1)
+    def _charge_public(self, block: int, quotas: Quotas) -> None:
+        """Charge a held block to the public namespace, unless its tenant's floor could then not be filled at once."""
+        space, public = self._spaces[block], quotas.space(PUBLIC)
+        if space is None or space is public:
+            return
+        quotas.holds(space, -1)
+        quotas.holds(public, 1)
+        if quotas.unmet > self._num_free:
+            quotas.holds(public, -1)
+            quotas.holds(space, 1)
+            return
+        space.resident -= 1
+        public.resident += 1
+        self._spaces[block] = public
 
     def _discharge(self, block: int, is_held: bool = False) -> None:
         """Let a block weigh on no namespace."""
