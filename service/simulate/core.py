@@ -69,7 +69,6 @@ class CountingCore(EngineCore):
         if not self._requests:
             return None
         scheduler = self._scheduler
-        num_running, num_preemptions = len(scheduler.running), scheduler.num_preemptions
         plan = scheduler.schedule(now)
         if not plan.grants:
             raise InvariantBroken(f"{len(self._requests)} requests live and no token of them can be computed")
@@ -81,11 +80,8 @@ class CountingCore(EngineCore):
             num_tokens += count
             num_context += end
             num_pairs += end if count == 1 else count * end - count * (count - 1) // 2
-        # The next step is like this one unless something changes that the scheduler looks at; see `fast_forward`.
-        self._is_quiet = (
-            num_tokens == len(plan.grants) == num_running == len(scheduler.running)
-            and num_preemptions == scheduler.num_preemptions
-        )
+        # If every running sequence decodes, the next step is like this one; see `num_quiet_steps`.
+        self._is_quiet = num_tokens == len(plan.grants) == len(scheduler.running)
         return Work(num_tokens, num_context, num_pairs)
 
     def settle(self) -> Settled:
@@ -106,14 +102,14 @@ class CountingCore(EngineCore):
                     first_tokens.append(request.key)
                 self._sample(sequence, events)
             else:
-                self._is_quiet = False
+                self._is_quiet = False  # a prompt of which one token was computed
         return self._sort_out(events, first_tokens)
 
     def num_quiet_steps(self) -> int:
         """Count the steps that will only move counters; the last of them may end requests, no other does.
 
-        After a step in which every running sequence decoded and none came or went, the next ones are like it until a request comes,
-        one ends, or blocks run out: whoever waits was refused, and during such steps the pool only gets fuller (a block taken lowers
+        After a step in which every running sequence decoded, the next ones are like it until a request comes, one ends, or blocks run
+        out: whoever waits was refused, and during such steps the pool only gets fuller (a block taken lowers
         the free ones by 1 and the headroom asked for by at most 1), the slots stay taken, and the right to pass others only lapses.
         """
         running, waiting = self._scheduler.running, self._scheduler.waiting

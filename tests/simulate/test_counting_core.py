@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest.mock import ANY
 
 import pytest
 from hypothesis import given, settings
@@ -240,3 +241,34 @@ def test_requests_without_names_share_nothing(*, is_caching: bool) -> None:
             core.settle()
     assert core.stats().cached_prompt_tokens == 0
     assert core.stats().prompt_tokens == 60
+
+
+@pytest.mark.parametrize(("priority", "is_quiet"), [(0, False), (1, True)])
+def test_steps_are_not_quiet_while_a_more_urgent_request_waits(*, priority: int, is_quiet: bool) -> None:
+    """It takes a running one's place as soon as that has grown enough blocks, whereas an equal one is refused until somebody ends."""
+    core = CountingCore(SchedulerConfig(), BlockPool(13, BLOCK), None, max_model_len=1000)
+    core.add_counted(16, 20, fill=1, hashes=[], priority=0)
+    core.add_counted(4, 20, fill=2, hashes=[], priority=1)
+    core.step(0.0)
+    core.settle()
+    core.add_counted(32, 4, fill=3, hashes=[], priority=priority)
+    core.step(0.0)
+    core.settle()
+    assert core.stats().waiting == 1
+    assert (core.num_quiet_steps() > 0) == is_quiet
+
+
+def test_a_prompt_computed_token_by_token_is_no_decode() -> None:
+    core = CountingCore(
+        SchedulerConfig(max_num_seqs=2, token_budget=2), BlockPool(100, BLOCK), None, max_model_len=1000
+    )
+    core.add_counted(1, 50, fill=1, hashes=[])
+    core.step(0.0)
+    core.settle()
+    core.add_counted(6, 50, fill=2, hashes=[])
+    quiet = []
+    for _ in range(8):
+        assert core.step(0.0) == (2, ANY, ANY)
+        core.settle()
+        quiet.append(core.num_quiet_steps() > 0)
+    assert quiet == [False] * 5 + [True] * 3
