@@ -18,9 +18,10 @@ from allocator.errors import (
 from allocator.events import DEVICE, Cleared, Event, EventLog, Quarantined, Removed, Stored
 from allocator.eviction import HIGH, LOW, NORMAL, POLICIES, EvictionOrder
 from allocator.file_tier import FileTier, load_secret, make_stamp
+from allocator.free_order import NULL_BLOCK, Incident
 from allocator.ledger import Account, Owner
 from allocator.observer import Observer, Publication
-from allocator.pool import NULL_BLOCK, BlockHandle, BlockPool, Incident
+from allocator.pool import BlockHandle, BlockPool
 from allocator.prefix import HashBlock, Match, PrefixCache, namespace_key, sha256_block
 from allocator.quota import PUBLIC, Quota, Quotas
 from allocator.stats import PoolStats

@@ -244,7 +244,7 @@ class TierLink:
                 self._log.tier_removed(self._tier.name, key)
         account = pool.open(Owner("tier", self._tier.name))
         for _, block in wanted:
-            pool.hold(block, account)
+            pool.touch(block, account, is_use=False)
         self._num_open += 1
         return Store(tuple(key for key, _ in wanted), tuple(block for _, block in wanted), account)
 
