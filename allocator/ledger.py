@@ -105,6 +105,10 @@ class Ledger:
         """Find the accounts that hold a block; O(accounts)."""
         return (account for account in self.accounts.values() if block in account.entries)
 
+    def overdue(self, kind: OwnerKind, before: float) -> list[Account]:
+        """List the accounts of one kind that have held something since before a time: leases nobody gave back."""
+        return [a for a in self.accounts.values() if a.owner.kind == kind and a.since < before]
+
     def totals(self, num_blocks: int) -> list[int]:
         """Add up the references to each block over all accounts; O(references)."""
         totals = [0] * num_blocks

@@ -115,6 +115,24 @@ def test_a_block_nobody_admits_to_is_explained_by_its_last_holder() -> None:
     assert pool.ledger.explain(9) == "block 9 was never held"
 
 
+def test_a_lease_that_nobody_gave_back_is_found_by_its_age() -> None:
+    pool = ledger_pool()
+    pool.advance(10.0)
+    table = BlockTable(pool, sequence(1))
+    table.append(B)
+    old = table.fork(Owner("lease", "session a"))
+    pool.advance(20.0)
+    young = table.fork(Owner("lease", "session b"))
+    assert pool.ledger is not None
+    assert [str(account.owner) for account in pool.ledger.overdue("lease", 15.0)] == ["lease session a"]
+    old.release()
+    assert pool.ledger.overdue("lease", 15.0) == []
+    assert len(pool.ledger.overdue("lease", 21.0)) == 1
+    young.release()
+    table.release()
+    pool.check([])
+
+
 # ── Handles ──────────────────────────────────────────────────────────────────────────────────────
 
 
