@@ -136,7 +136,7 @@ class FreeOrder:
         self._spaces: list[Space | None] = [None] * (num_blocks if quotas is not None else 0)  # who is charged
         self._policy = policy
         self._levels: dict[int, int] = {}  # published blocks with another priority level than NORMAL
-        self._deadlines: list[tuple[float, int, bytes]] = []  # heap of (time, block, key): when a level ends
+        self._deadlines: list[tuple[float, int]] = []  # heap of (time, block): when a level ends
         self._deadline_of: dict[int, float] = {}  # the one that counts, by block
         self._dead: list[int] | None = [] if poison else None
         self._quarantine: set[int] = set()
@@ -276,10 +276,9 @@ class FreeOrder:
             self._open_shelves()
         for block in chosen:
             self._set_level(block, level)
-            key = self._keys[block]
-            if level != NORMAL and key is not None:
+            if level != NORMAL:
                 self._deadline_of[block] = until
-                heapq.heappush(self._deadlines, (until, block, key))
+                heapq.heappush(self._deadlines, (until, block))
 
     def advance(self, now: float) -> None:
         """Set the clock, in seconds, and end the priority levels whose time has come. Costs nothing when there is none."""
@@ -287,9 +286,9 @@ class FreeOrder:
         if self.ledger is not None:
             self.ledger.now = now
         while self._deadlines and self._deadlines[0][0] <= now:
-            until, block, key = heapq.heappop(self._deadlines)
+            until, block = heapq.heappop(self._deadlines)
             # A later `retain`, or the block's eviction, has made an earlier deadline meaningless.
-            if self._keys[block] == key and self._deadline_of.get(block) == until:
+            if self._deadline_of.get(block) == until:
                 self._set_level(block, NORMAL)
 
     # ── Out of service ────────────────────────────────────────────────────────────────────────────────

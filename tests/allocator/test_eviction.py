@@ -112,6 +112,20 @@ def test_the_cost_aware_policy_keeps_a_prefix_in_use_through_a_scan_that_lru_los
     assert hits("cost") > 1.5 * hits("lru")
 
 
+def test_the_cost_aware_policy_keeps_what_is_dearer_to_compute_among_equals() -> None:
+    """The last tokens of a long prompt cost more attention than a short prompt's; LRU sees only that it is older."""
+    lengths = {}
+    for policy in POLICIES:
+        pool = BlockPool(13, B, policy=policy)
+        cache = PrefixCache(pool)
+        long, short = [1] * (10 * B), [2] * (2 * B)
+        serve(pool, cache, long).release()
+        serve(pool, cache, short).release()
+        BlockTable(pool).append(2 * B)
+        lengths[policy] = found(cache, long) // B, found(cache, short) // B
+    assert lengths == {"lru": (8, 2), "cost": (10, 0)}
+
+
 def test_the_cost_aware_policy_forgets_what_was_popular_once() -> None:
     pool = BlockPool(41, B, policy="cost")
     cache = PrefixCache(pool)

@@ -491,6 +491,18 @@ def test_a_torn_free_ring_is_mended_without_losing_a_block(make_pool: Callable[[
     serves_on_and_is_whole_but_for(load, quarantined)
 
 
+@each_pool
+def test_a_table_whose_block_lost_its_count_ends_without_an_error(make_pool: Callable[[], BlockPool]) -> None:
+    load = busy(make_pool, 0)
+    table = next(t for t in load.tables if len(t.block_ids) > 2 and load.pool.ref_count(t.block_ids[-1]) == 1)
+    block = table.block_ids[-1]
+    load.pool._refs[block] = 0
+    load.tables.remove(table)
+    table.release()
+    assert load.pool.quarantined == {block}
+    serves_on_and_is_whole_but_for(load, {block})
+
+
 def test_a_quarantined_block_is_used_and_given_back_by_its_holders_and_never_found_or_handed_out() -> None:
     pool = ledger_pool(6)
     cache = PrefixCache(pool)

@@ -11,6 +11,7 @@ from allocator import (
     PUBLIC,
     BlockPool,
     BlockTable,
+    InvariantBroken,
     OutOfBlocks,
     OutOfRange,
     Owner,
@@ -73,6 +74,17 @@ def test_blocks_after_a_public_segment_are_private_even_with_the_same_tokens() -
     assert [cache.is_public(key) for key in a] == [True, True, False, False]
     undeclared = PrefixCache(BlockPool(4, B), secret=SECRET)
     assert not {*a} & {*undeclared.block_hashes(tokens, A)}
+
+
+def test_hashes_inside_a_public_segment_can_be_extended_block_by_block() -> None:
+    cache = PrefixCache(BlockPool(4, B), secret=SECRET)
+    cache.declare_public(range(3 * B))
+    tokens = list(range(5 * B))
+    grown: list[bytes] = []
+    for end in range(B, 5 * B + 1, B):
+        grown = cache.block_hashes(tokens[:end], A, grown)
+    assert grown == cache.block_hashes(tokens, A)
+    assert [cache.is_public(key) for key in grown] == [True, True, True, False, False]
 
 
 def test_a_public_segment_is_public_only_from_the_beginning_and_within_its_scope() -> None:
@@ -156,6 +168,7 @@ def test_a_namespace_at_its_cap_recycles_its_own_cache_and_no_one_elses() -> Non
 def test_a_floor_is_left_free_for_its_namespace(state_of: StateOf) -> None:
     pool = BlockPool(11, B, quotas=Quotas({A: Quota(floor=4)}))
     noisy = BlockTable(pool, Owner("sequence", "1", C))
+    assert (pool.num_available(noisy.account), pool.num_obtainable(noisy.account)) == (6, 6)
     noisy.append(6 * B)
     before = state_of(pool)
     with pytest.raises(QuotaExceeded):
@@ -298,3 +311,32 @@ def test_namespaces_that_left_take_no_more_memory_than_the_pool_has_blocks() -> 
         table.append(3)
         table.release()
     assert len(pool.quotas.spaces()) <= pool.num_blocks
+
+
+def test_a_public_block_stays_charged_to_its_tenant_where_the_tenants_floor_could_not_be_filled_again() -> None:
+    pool = BlockPool(3, B, quotas=Quotas({A: Quota(floor=2)}))
+    cache = PrefixCache(pool, secret=SECRET)
+    cache.declare_public(range(2 * B))
+    table, _ = serve(pool, cache, range(2 * B), A)
+    assert pool.num_free == 0
+    assert [pool.namespace_of(block) for block in table.block_ids] == [A, A]
+    assert cache.match(cache.block_hashes(range(2 * B), C), 2 * B).num_tokens == 2 * B
+    pool.check()
+
+
+@pytest.mark.parametrize("field", ["held", "resident", "unmet"])
+def test_a_wrong_charge_is_found_and_counted_again(field: str) -> None:
+    pool = BlockPool(11, B, quotas=Quotas({A: Quota(floor=4)}))
+    table = BlockTable(pool, Owner("sequence", "1", A))
+    table.append(2 * B)
+    assert pool.quotas is not None
+    if field == "unmet":
+        pool.quotas._unmet += 1
+    else:
+        setattr(pool.quotas.space(A), field, 7)
+    with pytest.raises(InvariantBroken, match=r"charged for|unmet floors"):
+        pool.check()
+    assert pool.audit()
+    pool.check()
+    assert (pool.quotas.space(A).held, pool.quotas.space(A).resident, pool.quotas.unmet) == (2, 2, 2)
+    assert pool.quarantined == set()

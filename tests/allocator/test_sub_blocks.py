@@ -87,7 +87,7 @@ def test_the_common_beginning_of_a_block_is_copied_and_the_rest_computed() -> No
 
 def test_the_longest_run_among_siblings_wins_and_stops_before_the_last_token() -> None:
     pool, cache, device = make()
-    for tokens in ([1, 9, 9, 9], [1, 2, 9, 9], [1, 2, 3, 9], [7, 2, 3, 4]):
+    for tokens in ([1, 9, 9, 9], [1, 2, 3, 9], [1, 2, 9, 9], [7, 2, 3, 4]):
         serve(pool, cache, tokens, device)[0].release()
     for tokens, expected in (([1, 2, 3, 4, 5], 3), ([1, 2, 3], 2), ([1, 2], 1), ([1], 0), ([8, 2, 3, 4, 5], 0)):
         match = cache.match(cache.block_hashes(tokens), len(tokens) - 1, tokens)

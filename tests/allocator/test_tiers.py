@@ -135,6 +135,22 @@ def test_a_block_is_not_found_before_its_bytes_are_there(tier: Tier) -> None:
     machine.pool.check([])
 
 
+def test_a_lookup_stops_at_a_block_that_the_pool_still_has() -> None:
+    machine = Machine(HostTier(100_000), num_blocks=5)
+    tokens = list(range(3 * B + 1))
+    hashes = machine.cache.block_hashes(tokens)
+    machine.serve(tokens)
+    machine.store(tokens)
+    second = machine.pool.find(hashes[1])
+    assert second is not None
+    machine.pool.retain([second], HIGH, until=9.0)
+    machine.pool.release(machine.pool.take(3))
+    match = machine.cache.match(hashes, 3 * B)
+    assert (match.num_tokens, machine.link.lookup(hashes, match, 3 * B)) == (0, 1)
+    assert machine.load(tokens) == 1
+    assert machine.cache.match(hashes, 3 * B).num_tokens == 2 * B
+
+
 def test_a_load_holds_the_prefix_it_continues(tier: Tier) -> None:
     machine = Machine(tier)
     tokens = list(range(4 * B + 1))

@@ -79,6 +79,17 @@ def test_theoretical_bytes_count_each_token_once_and_allocated_bytes_each_block(
     assert PoolStats.of(BlockPool(4, B)).waste == 0.0
 
 
+@pytest.mark.parametrize("is_longer_first", [True, False])
+def test_a_tail_shared_by_tables_of_different_lengths_counts_its_longest(is_longer_first: bool) -> None:
+    pool = BlockPool(20, B)
+    table = BlockTable(pool)
+    table.append(B + 3)
+    shorter = table.fork()
+    shorter.truncate(B + 1)
+    stats = PoolStats.of(pool, [table, shorter] if is_longer_first else [shorter, table])
+    assert (stats.filled_slots, stats.tail_waste_slots) == (B + 3, 1 + 3)
+
+
 def test_the_snapshot_counts_incidents() -> None:
     pool = BlockPool(9, B)
     pool.quarantine(3, "a test")
