@@ -534,4 +534,15 @@ def test_a_free_block_can_be_quarantined(is_published: bool) -> None:
     pool.quarantine(block, "again")
     assert (pool.num_usable, pool.num_free, pool.num_incidents) == (4, 4, 1)
     assert block not in pool.take(4)
+    for use in (pool.share, pool.handle, pool.touch):  # its pin is nobody's reference
+        with pytest.raises(StaleBlock):
+            use(block)
     pool.check()
+
+
+def test_a_held_block_that_is_quarantined_is_not_called_dead_while_its_holder_uses_it() -> None:
+    pool = BlockPool(6, B, poison=True)
+    (block,) = pool.take(1)
+    pool.publish(block, b"k" * 32)
+    pool.quarantine(block, "a test")
+    assert pool.take_dead() == []

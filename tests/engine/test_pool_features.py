@@ -70,6 +70,18 @@ def test_with_sub_blocks_every_answer_is_still_that_of_the_request_alone(seed: i
     assert driver.core.stats().pool.used == 0
 
 
+def test_a_tail_that_a_step_in_flight_may_write_is_not_offered() -> None:
+    driver = CoreDriver(sub_blocks=True, block_size=16)
+    key = driver.add(prompt_of(5), 9)
+    driver.step()
+    batch = driver.core.schedule(0.0)
+    assert batch is not None
+    driver.take(driver.core.finish_sequence(driver.sequence_ids[key][0]))  # its text has ended
+    assert driver.core._pool.num_findable == 0
+    driver.core.apply(driver.compute(batch))
+    assert driver.core.stats().pool.used == 0
+
+
 def test_a_partial_hit_is_given_up_where_its_copy_would_not_fit() -> None:
     """A lone sequence that needs the whole pool must not wait for the block that holds a partial hit."""
     driver = CoreDriver(sub_blocks=True, num_blocks=5, block_size=4)
@@ -97,8 +109,8 @@ def test_a_tenant_hits_its_own_cache_and_never_anothers() -> None:
 
 def test_a_tenant_over_its_cap_preempts_itself_and_nobody_else() -> None:
     driver = CoreDriver(num_blocks=60, quotas=Quotas({space("noisy"): Quota(cap=8)}))
-    quiet = [driver.add(prompt_of(9, start=start), 20, namespace="quiet") for start in range(3)]
     noisy = [driver.add(prompt_of(9, start=50 + start), 20, namespace="noisy") for start in range(4)]
+    quiet = [driver.add(prompt_of(9, start=start), 20, namespace="quiet") for start in range(3)]  # come last
     driver.run()
     for key in quiet + noisy:
         assert driver.output(key) == continuation(driver.prompts[key], 20)
