@@ -279,6 +279,8 @@ class FreeOrder:
             if level != NORMAL:
                 self._deadline_of[block] = until
                 heapq.heappush(self._deadlines, (until, block))
+        if len(self._deadlines) > 2 * len(self._deadline_of) + 64:  # most are of pins that were renewed or evicted
+            self._deadlines = sorted((until, block) for block, until in self._deadline_of.items())
 
     def advance(self, now: float) -> None:
         """Set the clock, in seconds, and end the priority levels whose time has come. Costs nothing when there is none."""

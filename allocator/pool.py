@@ -131,10 +131,8 @@ class BlockPool(FreeOrder):
         if self.ledger is None:
             self._require_references(blocks)
         else:
-            account = account or self.ledger.anonymous
-            account.require(blocks)
-            self._require_references(blocks)
-            account.lost(blocks, "release")
+            self.require_held(blocks, account)
+            (account or self.ledger.anonymous).lost(blocks, "release")
         refs, pins = self._refs, self._pins
         freed = []
         for block in reversed(blocks):
@@ -146,6 +144,12 @@ class BlockPool(FreeOrder):
         if freed:
             self._link_free(freed)
         self._num_references -= len(blocks)
+
+    def require_held(self, blocks: Sequence[int], account: Account | None = None) -> None:
+        """Raise what `release` would raise for these blocks."""
+        if self.ledger is not None:
+            (account or self.ledger.anonymous).require(blocks)
+        self._require_references(blocks)
 
     def settle(self, blocks: Sequence[int], account: Account | None) -> None:
         """Give back all that an owner holds as it ends; `blocks` is what it believes to hold.
@@ -199,15 +203,12 @@ class BlockPool(FreeOrder):
         copies run before the writes of their step, so the last table left on `src` may go on
         writing to it, and the owner of `dst` may append to it.
         """
-        if self.ledger is not None:
-            account = account or self.ledger.anonymous
-            account.require((src,))
-            account.require((dst,))
-        self._require_references((src,))
-        self._require_references((dst,))
+        self.require_held((src,), account)
+        self.require_held((dst,), account)
         if src == dst or dst in self._copies:
             raise StaleBlock(dst, "cannot be copied to: it is the source, or another copy to it is in flight")
-        if self.ledger is not None and account is not None:
+        if self.ledger is not None:
+            account = account or self.ledger.anonymous
             account.lost((src,), "begin_copy")
             self.ledger.copiers[dst] = account
         self._copies[dst] = src

@@ -77,7 +77,8 @@ class BlockTable:
         """Reserve slots for `num_tokens` more tokens.
 
         If the partly filled last block is shared or published, it is replaced by a copy. Raises
-        `OutOfBlocks` (nothing changed) and `OutOfRange` for a negative count.
+        `OutOfBlocks` (nothing changed), `OutOfRange` for a negative count, and `RefCountError` where the books
+        deny it that block.
         """
         filled = self._num_tokens % self._block_size  # slots used in the last block, 0 = it is full
         if 0 < num_tokens <= self._block_size - filled and filled and self._pool.is_writable(self._block_ids[-1]):
@@ -85,6 +86,8 @@ class BlockTable:
             return NO_GROWTH
         needed = self.blocks_needed(num_tokens)
         copies = self._needs_copy(num_tokens)
+        if copies:
+            self._pool.require_held(self._block_ids[-1:], self._account)
         taken = self._pool.take(needed, self._account)
         self._num_tokens += num_tokens
         if not copies:

@@ -27,7 +27,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from typing import Literal, NamedTuple
 
-from allocator import BlockPool, Match, OutOfBlocks, PrefixCache, QuotaExceeded
+from allocator import BlockPool, Match, OutOfBlocks, PrefixCache, QuotaExceeded, RefCountError, StaleBlock
 from service.config import SchedulerConfig
 from service.engine.request import Rank, Sequence
 
@@ -107,6 +107,10 @@ class Scheduler:
                 self._preempt(next(s for s in reversed(self.running) if s.request.namespace == namespace))
             except OutOfBlocks:
                 self._preempt(self.running[-1])
+            except (RefCountError, StaleBlock):
+                # The books deny it a block it believes to hold. Giving all back settles the dispute (what is disputed goes into
+                # quarantine), and recomputing costs it time and nobody else anything.
+                self._preempt(sequence)
             else:
                 position += 1
         return copies

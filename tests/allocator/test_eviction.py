@@ -218,6 +218,21 @@ def test_a_later_pin_outlives_the_deadline_of_an_earlier_one_and_a_held_block_ke
     assert pool.level_of(block) == NORMAL
 
 
+def test_pins_renewed_again_and_again_take_no_more_memory_and_still_expire() -> None:
+    pool = BlockPool(5, B)
+    blocks = pool.take(3)
+    for block in blocks:
+        pool.publish(block, bytes([block]) * 32)
+    for number in range(1000):
+        pool.retain(blocks, HIGH, until=100.0 + number)
+    assert len(pool._deadlines) < 100
+    pool.advance(1098.0)
+    assert [pool.level_of(block) for block in blocks] == [HIGH] * 3
+    pool.advance(1099.0)
+    assert [pool.level_of(block) for block in blocks] == [NORMAL] * 3
+    pool.check()
+
+
 def test_a_deadline_does_not_touch_the_block_that_reuses_the_place() -> None:
     pool = BlockPool(2, B)
     (block,) = pool.take(1)

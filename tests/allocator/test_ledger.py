@@ -503,6 +503,19 @@ def test_a_table_whose_block_lost_its_count_ends_without_an_error(make_pool: Cal
     serves_on_and_is_whole_but_for(load, {block})
 
 
+def test_appending_to_a_shared_block_that_the_books_deny_changes_nothing(state_of: StateOf) -> None:
+    pool = ledger_pool()
+    table = BlockTable(pool, sequence(1))
+    table.append(B + 1)
+    child = table.fork(sequence(2))
+    assert child.account is not None
+    del child.account.entries[child.block_ids[-1]]
+    before = state_of(pool), child.num_tokens, child.snapshot()
+    with pytest.raises(RefCountError, match="sequence 2"):
+        child.append(1)
+    assert (state_of(pool), child.num_tokens, child.snapshot()) == before
+
+
 def test_a_quarantined_block_is_used_and_given_back_by_its_holders_and_never_found_or_handed_out() -> None:
     pool = ledger_pool(6)
     cache = PrefixCache(pool)

@@ -168,6 +168,28 @@ def test_damaged_books_cost_a_block_and_no_request() -> None:
     assert (stats.quarantined, stats.total, stats.used, stats.cached + stats.free) == (1, 38, 0, 38)
 
 
+def test_a_sequence_whose_block_the_books_deny_computes_it_again_and_harms_nobody() -> None:
+    driver = CoreDriver(num_blocks=40)
+    keys = [driver.add(prompt_of(10, start=start), 20, n=2) for start in range(2)]
+    pool, scheduler = driver.core._pool, driver.core._scheduler
+    while len(scheduler.running) < 4:
+        batch = driver.core.schedule(0.0)
+        assert batch is not None
+        driver.take(driver.core.apply(driver.runner.execute(batch)))
+    victim = scheduler.running[0]  # it has just been forked: its next token needs a copy of the shared last block
+    assert victim.table.account is not None
+    disputed = victim.table.block_ids[-1]
+    del victim.table.account.entries[disputed]
+    while (batch := driver.core.schedule(0.0)) is not None:
+        driver.take(driver.core.apply(driver.runner.execute(batch)))
+    assert pool.quarantined == {disputed}
+    driver.core.check()
+    for key in keys:
+        for index in range(2):
+            assert driver.output(key, index) == continuation(driver.prompts[key], 20)
+    assert driver.core.stats().preemptions == 1
+
+
 def test_an_idle_core_with_sound_books_has_nothing_to_report() -> None:
     driver = CoreDriver()
     driver.add(prompt_of(9))
