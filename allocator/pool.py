@@ -88,11 +88,21 @@ class BlockPool(FreeOrder):
 
     def share(self, block: int, account: Account | None = None) -> None:
         """Add a reference to a block that somebody holds. Raises `StaleBlock` for a free one."""
-        if not self._is_held(block):
-            raise StaleBlock(block, "cannot be shared because nobody holds it")
-        self._add_reference(block)
+        self.share_all((block,), account)
+
+    def share_all(self, blocks: Sequence[int], account: Account | None = None) -> None:
+        """Add a reference for each entry, all of them held; a block may occur twice. Raises `StaleBlock`."""
+        refs, num_blocks = self._refs, self.num_blocks
+        for block in blocks:
+            if not (0 < block < num_blocks and refs[block]) and not self._is_held(block):
+                raise StaleBlock(block, "cannot be shared because nobody holds it")
+        for block in blocks:
+            count = refs[block] = refs[block] + 1
+            if count == 2:
+                self._num_shared += 1
+        self._num_references += len(blocks)
         if self.ledger is not None:
-            (account or self.ledger.anonymous).gained((block,), "share")
+            (account or self.ledger.anonymous).gained(blocks, "share")
 
     def touch(self, block: int, account: Account | None = None, *, is_use: bool = True) -> None:
         """Add a reference to a published block, taking it out of the free ring if it was free.

@@ -159,8 +159,7 @@ class BlockTable:
         if owner is None and self._account is not None:
             owner = self._account.owner
         child = BlockTable(self._pool, owner)
-        for block in self._block_ids:
-            self._pool.share(block, child._account)
+        self._pool.share_all(self._block_ids, child._account)
         child._block_ids = self._block_ids.copy()
         child._num_tokens = self._num_tokens
         return child
