@@ -6,7 +6,9 @@ from random import Random
 
 import pytest
 
-from allocator import Quota, Quotas, namespace_key
+from allocator import Owner, Quota, QuotaExceeded, Quotas, namespace_key
+from service.assembly import open_pool
+from service.config import CacheConfig
 from service.errors import ContextTooLong
 from tests.engine.driver import CoreDriver, prompt_of
 from tests.fakes import continuation
@@ -144,6 +146,23 @@ def test_a_noisy_tenant_cannot_keep_another_from_its_floor() -> None:
     driver.run()
     assert driver.output(quiet) == continuation(driver.prompts[quiet], 4)
     assert len(driver.finished) == 31
+
+
+def test_the_service_opens_the_pool_that_its_configuration_asks_for() -> None:
+    pool, cache = open_pool(CacheConfig(), 11)
+    assert cache is not None
+    assert (pool.ledger is not None, pool.quotas, cache.has_sub_blocks) == (True, None, False)
+    assert open_pool(CacheConfig(prefix_caching=False), 11)[1] is None
+
+    pool, cache = open_pool(CacheConfig(policy="cost", sub_blocks=True, tenant_share=0.5), 11)
+    assert cache is not None
+    assert cache.has_sub_blocks
+    a, b = (pool.open(Owner("sequence", name, name.encode())) for name in "ab")
+    assert (pool.num_available(a), pool.num_obtainable(a)) == (5, 5)
+    pool.take(5, a)
+    with pytest.raises(QuotaExceeded):
+        pool.take(1, a)
+    assert len(pool.take(5, b)) == 5
 
 
 # ── Quarantine ───────────────────────────────────────────────────────────────────────────────────
