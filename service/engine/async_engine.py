@@ -280,6 +280,7 @@ class AsyncEngine:
     async def _run(self) -> None:
         try:
             while not self._is_stopping:
+                self._deliver(self._core.shed())
                 batch = self._core.schedule(self._clock())
                 if batch is None:
                     self._audit()

@@ -30,7 +30,7 @@ from service.engine.request import (
     require_fit,
 )
 from service.engine.scheduler import Grant, Scheduler
-from service.errors import LooseleafError, NonFiniteLogits, QueueFull
+from service.errors import LooseleafError, NonFiniteLogits, QueueFull, StepFailed
 from service.messages import FinishReason, PoolUsage, SamplingParams
 
 
@@ -84,6 +84,7 @@ class EngineCore:
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
+        self._num_usable = pool.num_usable  # what every request was measured against
         self._num_incidents = 0  # those already reported by `audit`
 
     @property
@@ -231,6 +232,25 @@ class EngineCore:
     def fail_all(self, error: LooseleafError) -> list[CoreEvent]:
         """Fail every request with `error`; a step in flight keeps its blocks until it is applied or failed."""
         return [event for request in list(self._requests.values()) for event in self._fail(request, error)]
+
+    def shed(self) -> list[CoreEvent]:
+        """Fail the waiting requests that fitted the pool when they came and do not since the quarantine has shrunk it.
+
+        Call it before `schedule`; O(1) while the pool keeps its size, O(waiting) until it is idle once after that.
+        """
+        pool = self._pool
+        if pool.num_usable == self._num_usable:
+            return []
+        if not self._requests:
+            self._num_usable = pool.num_usable  # whatever comes now is measured against the smaller pool
+            return []
+        events: list[CoreEvent] = []
+        for sequence in list(self._scheduler.waiting):
+            needed = -(-sequence.num_tokens // pool.block_size)
+            if needed > (most := pool.num_obtainable(sequence.table.account)):
+                message = f"this request needs {needed} blocks and the pool has only {most} left in service"
+                events += self._fail(sequence.request, StepFailed(message))
+        return events
 
     # ── Looking inside ───────────────────────────────────────────────────────────────────────────
 

@@ -91,6 +91,7 @@ class CoreDriver:
 
     def step(self) -> StepBatch | None:
         """Run one step and take its events; None when there is nothing to do."""
+        self.take(self.core.shed())
         batch = self.core.schedule(self.now)
         if batch is None:
             return None

@@ -209,6 +209,26 @@ def test_a_sequence_whose_block_the_books_deny_computes_it_again_and_harms_nobod
     assert driver.core.stats().preemptions == 1
 
 
+def test_a_request_that_no_longer_fits_since_the_pool_shrank_fails_and_the_others_go_on() -> None:
+    driver = CoreDriver(num_blocks=11, block_size=4, token_budget=64)
+    large = driver.add(prompt_of(30), 10)  # needs all ten blocks to its end
+    small = driver.add(prompt_of(5, start=3), 4)
+    waiting = driver.add(prompt_of(38, start=5), 2)
+    driver.step()
+    for block in driver.core._pool.free_blocks()[-1:]:
+        driver.core._pool.quarantine(block, "a test")
+    driver.run()
+    assert driver.output(small) == continuation(driver.prompts[small], 4)
+    assert {large, waiting} == {*driver.failed}
+    assert "9 left in service" in str(driver.failed[waiting])
+    assert driver.core.stats().pool.used == 0
+    again = driver.add(prompt_of(30), 6)
+    driver.run()
+    assert driver.output(again) == continuation(driver.prompts[again], 6)
+    with pytest.raises(ContextTooLong, match="pool 36 tokens"):
+        driver.add(prompt_of(38))
+
+
 def test_an_idle_core_with_sound_books_has_nothing_to_report() -> None:
     driver = CoreDriver()
     driver.add(prompt_of(9))
