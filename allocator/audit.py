@@ -83,7 +83,9 @@ def _count_faults(pool: "BlockPool", free: set[int]) -> Iterator[Finding]:
         if refs < 0 or pinned < 0:
             yield Finding(block, f"block {block} has a negative count")
         if pinned != pins[block]:
-            yield Finding(block, f"block {block} has {pinned} pins and {pins[block]} copies in flight touch it")
+            explanation = "" if pool.ledger is None else f": {pool.ledger.explain(block)}"
+            problem = f"block {block} has {pinned} pins and {pins[block]} copies in flight touch it"
+            yield Finding(block, problem + explanation)
         if (refs + pinned == 0) != (block in free):
             place = "" if block in free else "not "
             yield Finding(block, f"block {block} has {refs + pinned} holders and is {place}in the free ring")

@@ -119,7 +119,10 @@ class Ledger:
 
     def explain(self, block: int) -> str:
         """Say who holds a block, since when, and what each did last; or who was the last to hold it."""
-        if holders := [str(account) for account in self.holders(block)]:
+        holders = [str(account) for account in self.holders(block)]
+        if block in self.copiers:
+            holders.append(f"a copy into it, begun by {self.copiers[block].owner}")
+        if holders:
             return f"block {block} is held by " + " and by ".join(holders)
         account = self.last[block]
         if account is None:

@@ -92,12 +92,12 @@ class PoolStats:
     @property
     def utilisation(self) -> float:
         """The share of blocks somebody holds, 0 to 1."""
-        return self.used / self.total
+        return self.used / self.total if self.total else 0.0
 
     @property
     def residency(self) -> float:
         """The share of blocks with content somebody holds or could still find, 0 to 1."""
-        return (self.used + self.cached) / self.total
+        return (self.used + self.cached) / self.total if self.total else 0.0
 
     @property
     def sharing_ratio(self) -> float:

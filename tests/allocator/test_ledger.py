@@ -101,6 +101,17 @@ def test_check_names_the_owner_its_time_and_its_last_call() -> None:
     )
 
 
+def test_a_lost_pin_is_explained_by_who_began_the_copy() -> None:
+    pool = ledger_pool()
+    table = BlockTable(pool, sequence(1))
+    table.append(1)
+    child = table.fork(sequence(2))
+    ((_, dst),) = child.append(1).copies
+    pool._pins[dst] += 1
+    with pytest.raises(InvariantBroken, match=r"has 2 pins and 1 copies.*a copy into it, begun by sequence 2"):
+        pool.check()
+
+
 def test_a_block_nobody_admits_to_is_explained_by_its_last_holder() -> None:
     pool = ledger_pool()
     table = BlockTable(pool, sequence(5))

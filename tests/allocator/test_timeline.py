@@ -90,6 +90,15 @@ def test_a_tail_shared_by_tables_of_different_lengths_counts_its_longest(is_long
     assert (stats.filled_slots, stats.tail_waste_slots) == (B + 3, 1 + 3)
 
 
+def test_a_pool_wholly_in_quarantine_still_has_numbers() -> None:
+    pool = BlockPool(3, B)
+    for block in (1, 2):
+        pool.quarantine(block, "a test")
+    stats = PoolStats.of(pool)
+    assert (stats.total, stats.utilisation, stats.residency, stats.waste) == (0, 0.0, 0.0, 0.0)
+    pool.check([])
+
+
 def test_the_snapshot_counts_incidents() -> None:
     pool = BlockPool(9, B)
     pool.quarantine(3, "a test")
