@@ -172,19 +172,37 @@ class Shelves:
         if space is not None and not any(map(len, levels)):
             del self._levels[space]
 
-    def pop(self, taker: Space | None, num_blocks: int, own_only: bool = False) -> int:
-        """Choose a block to evict for `taker`, which takes `num_blocks`: its own, or from whoever is furthest above its share.
+    def victims(self, taker: Space | None, num_blocks: int, num_own: int, num_victims: int) -> Iterator[int]:
+        """Choose blocks to evict for `taker`, which takes `num_blocks`: `num_own` of its own, the others from whoever
+        is furthest above its share at that moment.
 
         What the taker is about to have counts as its own; a namespace at its floor or below gives nothing to others.
-        O(namespaces with cached blocks).
+        The caller books each victim before it asks for the next. O(namespaces) once, then O(log) a block.
         """
         if self.quotas is None or taker is None:
-            space = None
-        elif own_only:
-            space = taker
-        else:
-            candidates = (s for s in self._levels if s is not None and (s is taker or not s.is_protected))
-            space = max(candidates, key=lambda s: s.excess(num_blocks if s is taker else 0))
+            for _ in range(num_victims):
+                yield self._pop(None)
+            return
+        for _ in range(num_own):
+            yield self._pop(taker)
+        if num_own == num_victims:
+            return
+        candidates = [
+            (-space.excess(num_blocks if space is taker else 0), turn, space)
+            for turn, space in enumerate(self._levels)
+            if space is not None and (space is taker or not space.is_protected)
+        ]
+        heapq.heapify(candidates)
+        for _ in range(num_victims - num_own):
+            _, turn, space = candidates[0]
+            yield self._pop(space)
+            if space in self._levels and (space is taker or not space.is_protected):
+                excess = space.excess(num_blocks if space is taker else 0)
+                heapq.heapreplace(candidates, (-excess, turn, space))
+            else:
+                heapq.heappop(candidates)
+
+    def _pop(self, space: Space | None) -> int:
         levels = self._levels[space]
         block = next(level.pop() for level in levels if len(level))
         if space is not None and not any(map(len, levels)):

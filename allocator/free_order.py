@@ -419,8 +419,7 @@ class FreeOrder:
         num_plain = self._num_free - self._num_free_findable
         num_victims = max(num_own, num_blocks - num_plain)
         victims = []
-        for index in range(num_victims):  # one by one: each changes who is furthest above its share
-            block = shelves.pop(space, num_blocks, own_only=index < num_own)
+        for block in shelves.victims(space, num_blocks, num_own, num_victims):
             self._forget(block)
             self._discharge(block)
             victims.append(block)
