@@ -1,6 +1,6 @@
 # One verb per line; every verb makes the environment it needs.
 .DEFAULT_GOAL := help
-.PHONY: help serve chat check test lint format bench clean ci
+.PHONY: help serve chat check test test-allocator-long lint format bench clean ci
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -31,6 +31,9 @@ check: $(VENV)/.runtime ## print the effective configuration and which backends 
 
 test: $(VENV)/.dev ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal $(ARGS)
+
+test-allocator-long: $(VENV)/.dev ## run the allocator's state machine 10,000 times, 200 steps each (about 20 minutes)
+	LOOSELEAF_ALLOCATOR_RUNS=10000 $(BIN)/python -m pytest tests/allocator/test_allocator_model.py -k TestAllocatorModel $(ARGS)
 
 lint: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

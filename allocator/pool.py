@@ -1,7 +1,8 @@
-"""The block pool: who holds each block, and in which order free blocks are reused.
+"""The block pool: who holds each block, and under which hash it can be found.
 
 It knows block ids and counts. It does not know tokens, tensors or sequences: `table.py` maps
-positions to blocks, `prefix.py` computes the hashes under which blocks can be found again.
+positions to blocks, `prefix.py` computes the hashes under which blocks can be found again,
+`free_order.py` keeps the free ones in order, `audit.py` verifies the bookkeeping and repairs it.
 
 Invariant: a block is free exactly when nobody holds it, and a free block can still be *found* by
 its hash until `take` hands it out again. So there is no separate cache: every free block is cache.
@@ -9,145 +10,68 @@ its hash until `take` hands it out again. So there is no separate cache: every f
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from allocator.errors import (
-    InvariantBroken,
-    OutOfBlocks,
-    OutOfRange,
-    PublishConflict,
-    RefCountError,
-    StaleBlock,
-)
-
-NULL_BLOCK = 0  # what padding points at; never handed out, never counted
+from allocator.audit import Finding, find_faults, rebuild
+from allocator.errors import InvariantBroken, OutOfBlocks, OutOfRange, PublishConflict, RefCountError, StaleBlock
+from allocator.free_order import NULL_BLOCK, FreeOrder
+from allocator.ledger import Account, Owner
+from allocator.observer import Publication
 
 
-class BlockPool:
-    """Hand out, share and take back the blocks `1 … num_blocks - 1`.
+class BlockHandle(NamedTuple):
+    """A block as somebody knew it: stale as soon as its last holder has given it back."""
 
-    Block 0 is the null block. All state is in lists of ints indexed by block id, so that a step
-    creates no object per block:
+    block: int
+    generation: int
 
-        _refs   references held by tables, and by whoever called `take`, `share` or `touch`
-        _pins   references held by copies in flight (see `begin_copy`)
-        _keys   the hash under which the block is published, or None
-        _next   } the free blocks as a ring in eviction order, closed over block 0:
-        _prev   }   0 ⇄ reused next ⇄ … ⇄ reused last ⇄ 0
+
+class BlockPool(FreeOrder):
+    """Hand out, share and take back the blocks `1 … num_blocks - 1`; block 0 is the null block.
 
     Not thread-safe: one thread owns a pool and everything built on it.
     """
 
-    __slots__ = (
-        "_copies",
-        "_index",
-        "_keys",
-        "_next",
-        "_num_evictions",
-        "_num_free",
-        "_num_free_findable",
-        "_num_references",
-        "_num_shared",
-        "_pins",
-        "_prev",
-        "_refs",
-        "block_size",
-        "hit_tokens",
-        "lookup_tokens",
-        "num_blocks",
-    )
+    __slots__ = ()
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
-        """Make a pool of free blocks of `block_size` slots each; block 0 counts in `num_blocks`."""
-        if num_blocks < 2:
-            raise OutOfRange("num_blocks", num_blocks, 2)
-        if block_size < 1:
-            raise OutOfRange("block_size", block_size, 1)
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.lookup_tokens = 0  # tokens looked up by admitted sequences (`record_lookup`)
-        self.hit_tokens = 0  # and how many of them were found
-        self._refs = [0] * num_blocks
-        self._pins = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks
-        self._index: dict[bytes, int] = {}  # hash → block
-        self._copies: dict[int, int] = {}  # copies in flight, dst → src; a dst has one copy at a time
-        self._next = [*range(1, num_blocks), NULL_BLOCK]
-        self._prev = [num_blocks - 1, *range(num_blocks - 1)]
-        self._num_free = num_blocks - 1
-        self._num_free_findable = 0
-        self._num_references = 0
-        self._num_shared = 0
-        self._num_evictions = 0
+    # ── Holding blocks ────────────────────────────────────────────────────────────────────────────────
 
-    # ── Counts, all O(1) ─────────────────────────────────────────────────────────────────────────
+    def open(self, owner: Owner | None) -> Account | None:
+        """Open an account for an owner, to be given to the calls below; None where nothing is booked.
 
-    @property
-    def num_usable(self) -> int:
-        """Count the blocks that can be handed out: all but the null block."""
-        return self.num_blocks - 1
+        An account needs no closing: it is listed in the ledger while it holds something.
+        """
+        if self.ledger is None or owner is None:
+            return None if self.ledger is None else self.ledger.anonymous
+        space = None if self.quotas is None else self.quotas.space(owner.namespace)
+        return Account(self.ledger, owner, space)
 
-    @property
-    def num_free(self) -> int:
-        """Count the blocks nobody holds, findable ones included: what `take` can hand out."""
-        return self._num_free
-
-    @property
-    def num_used(self) -> int:
-        """Count the blocks that somebody holds."""
-        return self.num_blocks - 1 - self._num_free
-
-    @property
-    def num_findable(self) -> int:
-        """Count the published blocks, held or free."""
-        return len(self._index)
-
-    @property
-    def num_free_findable(self) -> int:
-        """Count the free blocks that can still be found by their hash."""
-        return self._num_free_findable
-
-    @property
-    def num_shared(self) -> int:
-        """Count the blocks with more than one reference, copies in flight aside."""
-        return self._num_shared
-
-    @property
-    def num_references(self) -> int:
-        """Count the references to all blocks, copies in flight aside."""
-        return self._num_references
-
-    @property
-    def num_copies_in_flight(self) -> int:
-        """Count the copies begun and not finished."""
-        return len(self._copies)
-
-    @property
-    def num_evictions(self) -> int:
-        """Count the findable blocks that were reused since the pool was made."""
-        return self._num_evictions
-
-    # ── Holding blocks ───────────────────────────────────────────────────────────────────────────
-
-    def take(self, num_blocks: int) -> list[int]:
+    def take(self, num_blocks: int, account: Account | None = None) -> list[int]:
         """Take blocks from the head of the eviction order, each with one reference.
 
         All or nothing. A taken block that could still be found is forgotten by the index first:
-        that is the only way a hash is evicted. Raises `OutOfBlocks`.
+        that is the only way a hash is evicted. Raises `OutOfBlocks`, as `QuotaExceeded` where blocks
+        are free and the account's namespace may not have them.
         """
         if num_blocks < 0:
             raise OutOfRange("num_blocks", num_blocks, 0)
         if num_blocks > self._num_free:
             raise OutOfBlocks(needed=num_blocks, free=self._num_free)
-        refs, keys, following = self._refs, self._keys, self._next
-        taken = []
+        is_plain, num_from_ring = self._is_plain, num_blocks
+        if not is_plain:
+            evicted = self._evict_for(num_blocks, account)
+            num_from_ring -= len(evicted)
+        refs, keys, index, following = self._refs, self._keys, self._index, self._next
+        taken: list[int] = []
         block = following[NULL_BLOCK]
-        for _ in range(num_blocks):
-            key = keys[block]
-            if key is not None:
-                del self._index[key]
+        for _ in range(num_from_ring):
+            if (key := keys[block]) is not None:
+                del index[key]
                 keys[block] = None
                 self._num_free_findable -= 1
                 self._num_evictions += 1
+                if not is_plain:
+                    self._tell_removed(block, key)
             refs[block] = 1
             taken.append(block)
             block = following[block]
@@ -155,49 +79,133 @@ class BlockPool:
         self._prev[block] = NULL_BLOCK
         self._num_free -= num_blocks
         self._num_references += num_blocks
+        if not is_plain:
+            for block in evicted:
+                refs[block] = 1
+                taken.append(block)
+            self._book_taken(taken, account)
         return taken
 
-    def share(self, block: int) -> None:
+    def share(self, block: int, account: Account | None = None) -> None:
         """Add a reference to a block that somebody holds. Raises `StaleBlock` for a free one."""
-        if not self._is_held(block):
-            raise StaleBlock(block, "cannot be shared because nobody holds it")
-        self._add_reference(block)
+        self.share_all((block,), account)
 
-    def touch(self, block: int) -> None:
+    def share_all(self, blocks: Sequence[int], account: Account | None = None) -> None:
+        """Add a reference for each entry, all of them held; a block may occur twice. Raises `StaleBlock`."""
+        refs, num_blocks = self._refs, self.num_blocks
+        for block in blocks:
+            if not (0 < block < num_blocks and refs[block]) and not self._is_held(block):
+                raise StaleBlock(block, "cannot be shared because nobody holds it")
+        for block in blocks:
+            count = refs[block] = refs[block] + 1
+            if count == 2:
+                self._num_shared += 1
+        self._num_references += len(blocks)
+        if self.ledger is not None:
+            (account or self.ledger.anonymous).gained(blocks, "share")
+
+    def touch(self, block: int, account: Account | None = None, *, is_use: bool = True) -> None:
         """Add a reference to a published block, taking it out of the free ring if it was free.
 
-        Raises `StaleBlock` when the block is not published: its content is anybody's.
+        `is_use` False: held for bookkeeping, and no observer takes it for a hit. Raises `StaleBlock` when the
+        block is not published: its content is anybody's.
         """
         self._require_in_pool(block)
         if self._keys[block] is None:
             raise StaleBlock(block, "cannot be touched because it is not published (evicted or never filled)")
         if self._refs[block] == 0 and self._pins[block] == 0:
-            self._unlink(block)
             self._num_free_findable -= 1
+            if self._shelves is None:
+                self._unlink(block)
+            else:
+                self._unshelve(block)
         self._add_reference(block)
+        if self._is_plain:
+            return
+        if is_use:
+            for told in self._on_reused:
+                told(block)
+        if self.ledger is not None:
+            (account or self.ledger.anonymous).gained((block,), "touch")
 
-    def release(self, blocks: Sequence[int]) -> None:
+    def release(self, blocks: Sequence[int], account: Account | None = None) -> None:
         """Give back one reference for each entry; the entries go from first to last of a sequence.
 
         Blocks left without a holder become free: findable ones at the end of the eviction order,
         last block first so that a tail is evicted before its prefix; the others, which can never be
         hit again, at its head. A block may occur twice if both references are the caller's.
-        Raises `RefCountError` (double free) or `StaleBlock` (not a block of this pool), and then
-        no entry of the batch has been released.
+        Raises `RefCountError` (double free: the pool, or with a ledger this account, has no such
+        reference) or `StaleBlock` (not a block of this pool), and then no entry of the batch has been
+        released.
         """
-        self._require_references(blocks)
+        if self.ledger is None:
+            self._require_references(blocks)
+        else:
+            self.require_held(blocks, account)
+            (account or self.ledger.anonymous).lost(blocks, "release")
         refs, pins = self._refs, self._pins
+        freed = []
         for block in reversed(blocks):
             count = refs[block] = refs[block] - 1
             if count == 1:
                 self._num_shared -= 1
             elif count == 0 and pins[block] == 0:
-                self._link_free(block)
+                freed.append(block)
+        if freed:
+            self._link_free(freed)
         self._num_references -= len(blocks)
 
-    # ── Copies in flight ─────────────────────────────────────────────────────────────────────────
+    def require_held(self, blocks: Sequence[int], account: Account | None = None) -> None:
+        """Raise what `release` would raise for these blocks."""
+        if self.ledger is not None:
+            (account or self.ledger.anonymous).require(blocks)
+        self._require_references(blocks)
 
-    def begin_copy(self, src: int, dst: int) -> None:
+    def settle(self, blocks: Sequence[int], account: Account | None) -> None:
+        """Give back all that an owner holds as it ends; `blocks` is what it believes to hold.
+
+        Where the ledger agrees this is `release`. Where it does not, nothing is raised, since nobody could
+        mend it: the blocks in dispute go into quarantine and the rest is released.
+        """
+        if account is None or self.ledger is None:
+            self.release(blocks)
+            return
+        believed = Counter(blocks)
+        if dict(believed) == account.entries:
+            try:
+                self.release(blocks, account)
+            except RefCountError:
+                pass  # the pool's own counts are damaged
+            else:
+                return
+        for block, count in believed.items():
+            if (held := account.entries.get(block, 0)) < count and 0 < block < self.num_blocks:
+                self.quarantine(block, f"{account} gave back {count} references to block {block} and held {held}")
+        for block, held in account.entries.items():
+            if (count := believed[block]) < held:
+                self.quarantine(block, f"{account} ended with {count} references to block {block} and held {held}")
+        self.audit()
+        self.release([*Counter(account.entries).elements()], account)
+
+    def handle(self, block: int) -> BlockHandle:
+        """Name a held block so that a use after its last release is noticed. Raises `StaleBlock` for a free one."""
+        if not self._is_held(block):
+            raise StaleBlock(block, "has no handle because nobody holds it")
+        return BlockHandle(block, self._gens[block])
+
+    def resolve(self, handle: BlockHandle) -> int:
+        """Return the block of a handle. Raises `StaleBlock` when it has been given back since, even if it is held anew."""
+        block = handle.block
+        if not self._is_held(block) or self._gens[block] != handle.generation:
+            reason = (
+                f"was given back since the handle was made (generation {handle.generation}, now {self._gens[block]})"
+            )
+            raise StaleBlock(block, reason if self.ledger is None else f"{reason}; {self.ledger.explain(block)}")
+        return block
+
+    # ── Copies in flight ──────────────────────────────────────────────────────────────────────────────
+
+    def begin_copy(self, src: int, dst: int, account: Account | None = None) -> None:
         """Turn one reference to `src` into a pin and pin `dst`: the device is going to copy one to the other.
 
         The caller gives its reference to `src` away and keeps the one to `dst`. Both blocks stay
@@ -205,10 +213,14 @@ class BlockPool:
         copies run before the writes of their step, so the last table left on `src` may go on
         writing to it, and the owner of `dst` may append to it.
         """
-        self._require_references((src,))
-        self._require_references((dst,))
+        self.require_held((src,), account)
+        self.require_held((dst,), account)
         if src == dst or dst in self._copies:
             raise StaleBlock(dst, "cannot be copied to: it is the source, or another copy to it is in flight")
+        if self.ledger is not None:
+            account = account or self.ledger.anonymous
+            account.lost((src,), "begin_copy")
+            self.ledger.copiers[dst] = account
         self._copies[dst] = src
         self._pins[src] += 1
         self._pins[dst] += 1
@@ -231,19 +243,32 @@ class BlockPool:
         refs, pins = self._refs, self._pins
         for src, dst in finished:
             del self._copies[dst]
+            if self.ledger is not None:
+                self.ledger.copiers.pop(dst, None)
             for block in (src, dst):
                 pins[block] -= 1
                 if pins[block] == 0 and refs[block] == 0:
-                    self._link_free(block)
+                    self._link_free((block,))
 
-    # ── Finding blocks ───────────────────────────────────────────────────────────────────────────
+    # ── Finding blocks ────────────────────────────────────────────────────────────────────────────────
 
-    def publish(self, block: int, key: bytes) -> bool:
+    def publish(
+        self,
+        block: int,
+        key: bytes,
+        parent: bytes | None = None,
+        depth: int = 0,
+        is_public: bool = False,
+        num_tokens: int | None = None,
+    ) -> bool:
         """Make a held block findable under `key`; from now on its content must not change.
 
         Returns whether the block is the one found under `key`: the first publisher wins, a
-        duplicate stays private and no table is pointed elsewhere. Raises `StaleBlock` when nobody
-        holds the block and `PublishConflict` when it has another key.
+        duplicate stays private and no table is pointed elsewhere. `parent` is the key of the block before
+        it, `depth` how many precede it and `num_tokens` how many tokens it has, None if it is full: for
+        observers and policies. A public block is charged to the
+        namespace `PUBLIC` from now on. Raises `StaleBlock` when nobody holds the block and
+        `PublishConflict` when it has another key.
         """
         if not self._is_held(block):
             raise StaleBlock(block, "cannot be published because nobody holds it")
@@ -252,14 +277,24 @@ class BlockPool:
             if current != key:
                 raise PublishConflict(block)
             return True
+        if self._quarantine and block in self._quarantine:
+            return False
         if self._index.setdefault(key, block) != block:
             return False
         self._keys[block] = key
+        if is_public and self.quotas is not None:
+            self._charge_public(block, self.quotas)
+        for told in self._on_stored:
+            told(Publication(block, key, parent, depth, num_tokens or self.block_size))
         return True
 
     def find(self, key: bytes) -> int | None:
         """Return the block published under `key`, held or free; changes nothing."""
         return self._index.get(key)
+
+    def published(self) -> list[tuple[bytes, int]]:
+        """List the keys that can be found, with their blocks."""
+        return list(self._index.items())
 
     def key_of(self, block: int) -> bytes | None:
         """Return the hash under which a block is published, None if it is not."""
@@ -268,17 +303,30 @@ class BlockPool:
 
     def forget_all(self) -> None:
         """Unpublish every block; those held stay held, those free keep their place in the order."""
+        if self._shelves is not None:
+            for block in self._shelves.clear():  # they go to the end of the ring, in their order
+                self._discharge(block)
+                last = self._prev[NULL_BLOCK]
+                self._next[last] = self._prev[NULL_BLOCK] = block
+                self._prev[block], self._next[block] = last, NULL_BLOCK
         for block in self._index.values():
             self._keys[block] = None
+            if self._dead is not None and self._refs[block] == 0 and self._pins[block] == 0:
+                self._dead.append(block)
         self._index.clear()
+        self._levels.clear()
+        self._deadline_of.clear()
+        self._deadlines.clear()
         self._num_free_findable = 0
+        for told in self._on_cleared:
+            told()
 
     def record_lookup(self, lookup_tokens: int, hit_tokens: int) -> None:
         """Count the tokens an admitted sequence looked up and found, for the hit rate."""
         self.lookup_tokens += lookup_tokens
         self.hit_tokens += hit_tokens
 
-    # ── Questions about one block ────────────────────────────────────────────────────────────────
+    # ── Questions about one block ─────────────────────────────────────────────────────────────────────
 
     def ref_count(self, block: int) -> int:
         """Count the holders of a block: references and copies in flight."""
@@ -297,93 +345,37 @@ class BlockPool:
         refs, pins = self._refs, self._pins
         return len({block for block in blocks if refs[block] == 0 and pins[block] == 0})
 
-    def free_blocks(self) -> list[int]:
-        """List the free blocks in the order in which they will be reused (for tests and debugging)."""
-        free = []
-        block = self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            free.append(block)
-            block = self._next[block]
-        return free
-
-    # ── Self-check ───────────────────────────────────────────────────────────────────────────────
+    # ── Self-check ────────────────────────────────────────────────────────────────────────────────────
 
     def check(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Verify the whole bookkeeping in O(num_blocks); raise `InvariantBroken` saying what is wrong.
+        """Verify the whole bookkeeping in O(blocks + references); raise `InvariantBroken` saying what is wrong.
 
         `tables`: the block ids of every holder there is; then the references must be exactly theirs.
         """
-        free = self._check_ring()
-        self._check_counts(free)
-        self._check_index()
-        pins = Counter(self._copies.values()) + Counter(self._copies.keys())
-        for block, count in enumerate(self._pins):
-            if count != pins[block]:
-                raise InvariantBroken(f"block {block} has {count} pins and {pins[block]} copies in flight touch it")
-        if tables is not None:
-            held = Counter(block for block_ids in tables for block in block_ids)
-            for block, count in enumerate(self._refs):
-                if count != held[block]:
-                    raise InvariantBroken(f"block {block} has {count} references and the tables hold {held[block]}")
+        for finding in find_faults(self, tables):
+            raise InvariantBroken(str(finding))
 
-    def _check_ring(self) -> set[int]:
-        free: set[int] = set()
-        previous, block = NULL_BLOCK, self._next[NULL_BLOCK]
-        while block != NULL_BLOCK:
-            if block in free:
-                raise InvariantBroken(f"block {block} is in the free ring twice")
-            if self._prev[block] != previous:
-                raise InvariantBroken(
-                    f"block {block} follows {previous} in the free ring but points back to {self._prev[block]}"
-                )
-            free.add(block)
-            previous, block = block, self._next[block]
-        if self._prev[NULL_BLOCK] != previous:
-            raise InvariantBroken(f"the free ring ends at {previous}, not at {self._prev[NULL_BLOCK]}")
-        return free
+    def audit(self) -> list[Finding]:
+        """Verify the bookkeeping as `check` does, but take the blocks concerned out of service and go on.
 
-    def _check_counts(self, free: set[int]) -> None:
-        if self._refs[NULL_BLOCK] or self._pins[NULL_BLOCK] or self._keys[NULL_BLOCK] is not None:
-            raise InvariantBroken("the null block is held, pinned or published")
-        for block in range(1, self.num_blocks):
-            count = self._refs[block] + self._pins[block]
-            if min(self._refs[block], self._pins[block]) < 0:
-                raise InvariantBroken(f"block {block} has a negative count")
-            if (count == 0) != (block in free):
-                raise InvariantBroken(
-                    f"block {block} has {count} holders and is {'' if block in free else 'not '}in the free ring"
-                )
-        expected = {
-            "num_free": (self._num_free, len(free)),
-            "num_free_findable": (
-                self._num_free_findable,
-                sum(self._keys[block] is not None for block in free),
-            ),
-            "num_references": (self._num_references, sum(self._refs)),
-            "num_shared": (self._num_shared, sum(count > 1 for count in self._refs)),
-        }
-        for name, (counter, counted) in expected.items():
-            if counter != counted:
-                raise InvariantBroken(f"{name} says {counter} and counting gives {counted}")
+        Each becomes an incident; whoever holds such a block may use it and give it back as before. Free ring,
+        index and counters are rebuilt from what is left. Returns what was wrong.
+        """
+        findings = list(find_faults(self, None))
+        if findings:
+            for finding in findings:
+                if finding.block is not None:
+                    self._seclude(finding.block, finding.problem)
+            rebuild(self)
+        return findings
 
-    def _check_index(self) -> None:
-        for key, block in self._index.items():
-            if self._keys[block] != key:
-                raise InvariantBroken(f"the index finds block {block} under a hash that is not the block's")
-        published = sum(key is not None for key in self._keys)
-        if published != len(self._index):
-            raise InvariantBroken(f"{published} blocks have a hash and the index knows {len(self._index)}")
-
-    # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
-
-    def _require_in_pool(self, block: int) -> None:
-        # Negative ids would silently index from the end of the lists.
-        if not 0 < block < self.num_blocks:
-            raise StaleBlock(block, f"is not one of the blocks 1 to {self.num_blocks - 1} of this pool")
+    # ── Helpers ───────────────────────────────────────────────────────────────────────────────────────
 
     def _is_held(self, block: int) -> bool:
         self._require_in_pool(block)
-        return self._refs[block] > 0 or self._pins[block] > 0
+        if self._refs[block] > 0:
+            return True
+        return self._pins[block] > (block in self._quarantine or block in self._guards)
 
     def _require_references(self, blocks: Sequence[int]) -> None:
         """Raise unless every entry of the batch has a reference of its own to give back."""
@@ -393,7 +385,7 @@ class BlockPool:
                 self._require_in_pool(block)
             if refs[block] == 0:
                 raise RefCountError(block, held=0, released=1)
-        if len(set(blocks)) != len(blocks):
+        if len(blocks) > 1 and len(set(blocks)) != len(blocks):
             for block, released in Counter(blocks).items():
                 if released > refs[block]:
                     raise RefCountError(block, held=refs[block], released=released)
@@ -404,22 +396,14 @@ class BlockPool:
             self._num_shared += 1
         self._num_references += 1
 
-    def _unlink(self, block: int) -> None:
-        before, after = self._prev[block], self._next[block]
-        self._next[before] = after
-        self._prev[after] = before
-        self._num_free -= 1
-
-    def _link_free(self, block: int) -> None:
-        """Put a block nobody holds any more into the free ring: at its end if findable, else at its head."""
-        following, preceding = self._next, self._prev
-        if self._keys[block] is not None:
-            before, after = preceding[NULL_BLOCK], NULL_BLOCK
-            self._num_free_findable += 1
-        else:
-            before, after = NULL_BLOCK, following[NULL_BLOCK]
-        following[before] = block
-        preceding[block] = before
-        following[block] = after
-        preceding[after] = block
-        self._num_free += 1
+    def _book_taken(self, taken: list[int], account: Account | None) -> None:
+        """Book fresh blocks under their owner and charge its namespace."""
+        if self.ledger is None:
+            return
+        account = account or self.ledger.anonymous
+        account.gained(taken, "take")
+        if self.quotas is not None and account.space is not None:
+            self.quotas.holds(account.space, len(taken))
+            account.space.resident += len(taken)
+            for block in taken:
+                self._spaces[block] = account.space

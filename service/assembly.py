@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from allocator import BlockPool, PrefixCache
+from allocator import PUBLIC, BlockPool, PrefixCache, Quota, Quotas
 from backends.errors import BackendError
 from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
 from backends.registry import Selection, select_backend
-from service.config import Config
+from service.config import CacheConfig, Config
 from service.engine.async_engine import EngineInfo
 from service.engine.core import EngineCore
 from service.errors import BackendUnavailable
@@ -80,13 +80,8 @@ def assemble(config: Config, report: Report) -> Assembly:
         max_model_len=size.max_model_len,
     )
     runner.warm_up(report)
-    pool = BlockPool(size.num_blocks, config.cache.block_size)
-    core = EngineCore(
-        config.scheduler,
-        pool,
-        PrefixCache(pool) if config.cache.prefix_caching else None,
-        max_model_len=size.max_model_len,
-    )
+    pool, prefix_cache = open_pool(config.cache, size.num_blocks)
+    core = EngineCore(config.scheduler, pool, prefix_cache, max_model_len=size.max_model_len)
     info = EngineInfo(
         model=served_name(config),
         backend=selection.backend.name,
@@ -102,6 +97,16 @@ def assemble(config: Config, report: Report) -> Assembly:
         info=info,
         refusals=selection.refusals,
     )
+
+
+def open_pool(cache: CacheConfig, num_blocks: int) -> tuple[BlockPool, PrefixCache | None]:
+    """Make the block pool the service runs on: its references are booked, and no tenant has more than its share."""
+    quotas = None
+    if cache.tenant_share is not None:
+        cap = max(1, int(cache.tenant_share * (num_blocks - 1)))
+        quotas = Quotas({PUBLIC: Quota()}, default=Quota(cap=cap))
+    pool = BlockPool(num_blocks, cache.block_size, ledger=True, policy=cache.policy, quotas=quotas)
+    return pool, PrefixCache(pool, sub_blocks=cache.sub_blocks) if cache.prefix_caching else None
 
 
 def available_device(config: Config) -> DeviceInfo:

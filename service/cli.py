@@ -1,4 +1,4 @@
-"""The `looseleaf` command: serve, chat, check. Imports stand inside the functions, so that `--help` costs nothing.
+"""The `looseleaf` command: serve, chat, check, simulate. Imports stand inside the functions, so that `--help` costs nothing.
 
 Exit codes: 0 after a clean end, 1 when a running service ended by a fault, 2 when it could not start (one line on stderr says why).
 """
@@ -18,12 +18,17 @@ from service.errors import StartupError
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code."""
-    options = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    options = _parser(is_simulation="simulate" in arguments[:1]).parse_args(arguments)
     try:
         if options.command == "chat":
             from service.terminal import chat
 
             return chat(options.url, api_key=options.api_key, system=options.system, max_tokens=options.max_tokens)
+        if options.command == "simulate":
+            from service.simulate.command import run
+
+            return run(options)
         loaded = _load(options)
         if options.command == "check":
             from service.check import check
@@ -45,10 +50,10 @@ def _load(options: argparse.Namespace) -> LoadedConfig:
     return load_config(file=options.config, environment=os.environ, flags=given)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, is_simulation: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="looseleaf", description="Serve a language model from a paged KV cache.")
     parser.add_argument("--version", action="version", version=f"looseleaf {version('looseleaf')}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | chat | check")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="serve | chat | check | simulate")
 
     serve = commands.add_parser("serve", help="serve a model: chat page, WebSocket, OpenAI API, RPC")
     check = commands.add_parser(
@@ -65,6 +70,14 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument(
         "--max-tokens", type=int, default=None, help="the longest answer (default: the rest of the context)"
     )
+
+    simulate = commands.add_parser(
+        "simulate", help="replay a trace of request lengths through the scheduler and allocator"
+    )
+    if is_simulation:  # its options need its imports
+        from service.simulate.command import add_arguments
+
+        add_arguments(simulate)
     return parser
 
 

@@ -45,6 +45,9 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     num_blocks: Annotated[int, Meta(ge=2)] | None = None  # takes precedence over `size`
     size: str = "auto"  # bytes, say "2GiB"; "auto": a fifth of the free memory, at most 4 GiB
     prefix_caching: bool = True
+    policy: Literal["lru", "cost"] = "lru"  # which cached block is forgotten first
+    sub_blocks: bool = False  # also reuse the part of a cached block that fits, by copying it
+    tenant_share: Annotated[float, Meta(gt=0.0, le=1.0)] | None = None  # of the pool, for one namespace; None: no limit
 
 
 class SchedulerConfig(Section, frozen=True, kw_only=True):

@@ -89,7 +89,8 @@ class GenerateRequest(Struct, frozen=True, kw_only=True):
 
     `request_id` is the caller's own name for it: echoed and logged, never used as a key. A token-id prompt is never altered. A text
     prompt gets the tokenizer's BOS if `add_special_tokens`, and control-token strings in it become control tokens if `parse_special`
-    (as Hugging Face tokenizers do). `echo_prompt` asks for `Started.prompt_text`. Lower `priority` runs first.
+    (as Hugging Face tokenizers do). `echo_prompt` asks for `Started.prompt_text`. Lower `priority` runs first. `namespace` is the tenant
+    that a trusted front end vouches for: cached blocks are found within it only.
     """
 
     request_id: str
@@ -205,13 +206,14 @@ Event = Started | Delta | Finished
 
 
 class PoolUsage(Struct, frozen=True, kw_only=True):
-    """The block pool at one moment, in blocks. used + cached + free = total; shared is a part of used."""
+    """The block pool at one moment, in blocks. used + cached + free = total; shared is a part of used, quarantined of none."""
 
     total: int
     used: int
     cached: int
     free: int
     shared: int
+    quarantined: int = 0
     block_size: int
 
 

@@ -99,6 +99,7 @@ class _EngineCollector(Collector):
             "looseleaf_blocks_used": ("Blocks held by sequences.", stats.pool.used),
             "looseleaf_blocks_cached": ("Free blocks that the prefix cache can still find.", stats.pool.cached),
             "looseleaf_blocks_shared": ("Blocks held by more than one sequence.", stats.pool.shared),
+            "looseleaf_blocks_quarantined": ("Blocks out of service; see the log.", stats.pool.quarantined),
             "looseleaf_block_utilization_ratio": (
                 "Used blocks over all blocks.",
                 stats.pool.used / stats.pool.total if stats.pool.total else 0.0,

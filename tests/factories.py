@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from allocator import BlockPool, PrefixCache
+from allocator import BlockPool, PrefixCache, Quotas
 from service.config import SchedulerConfig
 from service.engine.async_engine import AsyncEngine, EngineInfo, EngineLimits
 from service.engine.batch import StepBatch, StepEntry
@@ -46,16 +46,18 @@ def make_core(
     long_prefill_share: float = 0.5,
     max_model_len: int = 1000,
     has_prefix_cache: bool = True,
+    sub_blocks: bool = False,
+    quotas: Quotas | None = None,
 ) -> EngineCore:
     """A core over a pool of its own; one of the blocks is the null block."""
-    pool = BlockPool(num_blocks, block_size)
+    pool = BlockPool(num_blocks, block_size, ledger=True, quotas=quotas)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         max_waiting=max_waiting,
         long_prefill_share=long_prefill_share,
     )
-    prefix_cache = PrefixCache(pool, secret=b"test") if has_prefix_cache else None
+    prefix_cache = PrefixCache(pool, secret=b"test", sub_blocks=sub_blocks) if has_prefix_cache else None
     return EngineCore(config, pool, prefix_cache, max_model_len=max_model_len)
 
 

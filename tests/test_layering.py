@@ -34,6 +34,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
         {"torch", "numpy", "numba", "safetensors", "gguf", "msgspec", "structlog"},
     ),
     "service.model.fetch": (LEAVES, {"structlog", "huggingface_hub"}),
+    "service.simulate": (CORE | {"service.simulate", "allocator"} | LEAVES, {"msgspec"}),
     "service.transports": ({"service.transports"} | LEAVES, {"aiohttp", "msgspec", "structlog", "prometheus_client"}),
     "service.client": (LEAVES, {"msgspec"}),
     "service.web": (set(), set()),

@@ -36,6 +36,7 @@ from service.messages import EngineStats, Event, GenerateRequest, Health
 from service.text import ChatTemplate, Tokenizer
 
 MAX_FAILED_STEPS = 3  # in a row; then the fault is not the requests'
+AUDIT_PERIOD_S = 60.0  # at most this often, and only while idle, the block pool verifies its books
 
 
 class EngineInfo(Struct, frozen=True, kw_only=True):
@@ -98,6 +99,7 @@ class AsyncEngine:
         self._is_draining = False
         self._is_stopping = False
         self._num_failed_steps = 0  # in a row
+        self._next_audit_s = 0.0
         self._task: asyncio.Task[None] | None = None
 
     # ── Life ─────────────────────────────────────────────────────────────────────────────────────
@@ -278,8 +280,10 @@ class AsyncEngine:
     async def _run(self) -> None:
         try:
             while not self._is_stopping:
+                self._deliver(self._core.shed())
                 batch = self._core.schedule(self._clock())
                 if batch is None:
+                    self._audit()
                     self._wake.clear()
                     await self._wake.wait()
                 else:
@@ -288,6 +292,15 @@ class AsyncEngine:
             self._die(error.message, error)
         except Exception as error:
             self._die(f"the engine met a fault of its own ({type(error).__name__})", error)
+
+    def _audit(self) -> None:
+        """Check the books while idle: a block in dispute costs its place in the pool, not the service."""
+        now = self._clock()
+        if now < self._next_audit_s:
+            return
+        self._next_audit_s = now + AUDIT_PERIOD_S
+        for incident in self._core.audit():
+            self._log.error("block.quarantined", block=incident.block, reason=incident.reason)
 
     async def _step(self, batch: StepBatch) -> None:
         """Compute one step and deliver it. A failing step fails its requests; raises `EngineDead` when the engine cannot go on."""

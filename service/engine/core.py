@@ -14,7 +14,7 @@ from itertools import count
 
 from msgspec import Struct
 
-from allocator import BlockPool, BlockTable, InvariantBroken, PrefixCache
+from allocator import BlockPool, BlockTable, Incident, InvariantBroken, Owner, PrefixCache
 from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, SequenceId, StepBatch, StepEntry, StepOutput
 from service.engine.request import (
@@ -30,7 +30,7 @@ from service.engine.request import (
     require_fit,
 )
 from service.engine.scheduler import Grant, Scheduler
-from service.errors import LooseleafError, NonFiniteLogits, QueueFull
+from service.errors import LooseleafError, NonFiniteLogits, QueueFull, StepFailed
 from service.messages import FinishReason, PoolUsage, SamplingParams
 
 
@@ -84,6 +84,8 @@ class EngineCore:
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
+        self._num_usable = pool.num_usable  # what every request was measured against
+        self._num_incidents = 0  # those already reported by `audit`
 
     @property
     def capacity(self) -> int:
@@ -107,22 +109,26 @@ class EngineCore:
         priority: int = 0,
         namespace: str = "",
     ) -> RequestKey:
-        """Queue a request; `seed` is used where `sampling.seed` is None.
+        """Queue a request; `seed` is used where `sampling.seed` is None, `namespace` is the tenant's identity.
 
         Raises `InvalidRequest` (empty prompt, `min_tokens` above `max_tokens`, more choices than run at once), `ContextTooLong`
         (prompt, or prompt and `max_tokens`, do not fit) and `QueueFull`. A pool smaller than the context ends a choice with "length".
         """
         num_prompt = len(prompt_token_ids)
+        sequence_id = self._next_sequence_id()
+        tenant = self._namespace(namespace)
+        table = BlockTable(self._pool, Owner("sequence", str(sequence_id), tenant))
+        pool_tokens = self._pool.num_obtainable(table.account) * self._pool.block_size
         require_fit(
             num_prompt,
             sampling,
             max_model_len=self._max_model_len,
-            pool_tokens=self._pool.num_usable * self._pool.block_size,
+            pool_tokens=pool_tokens,
             max_choices=self._scheduler.max_running,
         )
         if self._scheduler.num_unstarted >= self._config.max_waiting:
             raise QueueFull(f"{self._config.max_waiting} requests are waiting already; try again later")
-        max_output = self.capacity - num_prompt
+        max_output = min(self._max_model_len, pool_tokens) - num_prompt
         if sampling.max_tokens is not None:
             max_output = min(max_output, sampling.max_tokens)
         base_seed = seed if sampling.seed is None else sampling.seed
@@ -133,10 +139,10 @@ class EngineCore:
             seeds=tuple(choice_seed(base_seed, index) for index in range(sampling.n)),
             eos_ids=eos_ids,
             priority=priority,
-            namespace=namespace.encode(),
+            namespace=tenant,
             max_total=num_prompt + max_output,
         )
-        leader = Sequence(request, self._next_sequence_id(), 0, BlockTable(self._pool))
+        leader = Sequence(request, sequence_id, 0, table)
         leader.num_slots = sampling.n if max_output else 1
         request.sequences.append(leader)
         self._requests[request.key] = request
@@ -167,6 +173,7 @@ class EngineCore:
         """Return the next step, or None when there is nothing to compute or a step is in flight. `now` in seconds."""
         if self._in_flight is not None or not self._requests:
             return None
+        self._pool.advance(now)
         plan = self._scheduler.schedule(now)
         if not plan.grants:
             # A request that nothing can be done for would hang its client: better a loud end.
@@ -226,6 +233,25 @@ class EngineCore:
         """Fail every request with `error`; a step in flight keeps its blocks until it is applied or failed."""
         return [event for request in list(self._requests.values()) for event in self._fail(request, error)]
 
+    def shed(self) -> list[CoreEvent]:
+        """Fail the waiting requests that fitted the pool when they came and do not since the quarantine has shrunk it.
+
+        Call it before `schedule`; O(1) while the pool keeps its size, O(waiting) until it is idle once after that.
+        """
+        pool = self._pool
+        if pool.num_usable == self._num_usable:
+            return []
+        if not self._requests:
+            self._num_usable = pool.num_usable  # whatever comes now is measured against the smaller pool
+            return []
+        events: list[CoreEvent] = []
+        for sequence in list(self._scheduler.waiting):
+            needed = -(-sequence.num_tokens // pool.block_size)
+            if needed > (most := pool.num_obtainable(sequence.table.account)):
+                message = f"this request needs {needed} blocks and the pool has only {most} left in service"
+                events += self._fail(sequence.request, StepFailed(message))
+        return events
+
     # ── Looking inside ───────────────────────────────────────────────────────────────────────────
 
     def stats(self) -> CoreStats:
@@ -240,6 +266,7 @@ class EngineCore:
                 cached=pool.num_free_findable,
                 free=pool.num_free - pool.num_free_findable,
                 shared=pool.num_shared,
+                quarantined=len(pool.quarantined),
                 block_size=pool.block_size,
             ),
             steps=self._num_steps,
@@ -248,6 +275,16 @@ class EngineCore:
             cached_prompt_tokens=self._num_cached_tokens,
             generated_tokens=self._num_generated_tokens,
         )
+
+    def audit(self) -> list[Incident]:
+        """Verify the pool's books; what is wrong is put into quarantine, never raised. Returns the incidents since the last call.
+
+        O(blocks + references): call it when there is nothing else to do.
+        """
+        self._pool.audit()
+        num_new = self._pool.num_incidents - self._num_incidents
+        self._num_incidents = self._pool.num_incidents
+        return list(self._pool.incidents)[-num_new:] if num_new else []
 
     def check(self) -> None:
         """Verify the bookkeeping; raise `InvariantBroken`. When idle every block must be free, cached or not."""
@@ -267,6 +304,11 @@ class EngineCore:
 
     # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
 
+    def _namespace(self, identity: str) -> bytes:
+        """Derive a tenant's namespace; without a prefix cache it only says who is charged."""
+        raw = identity.encode()
+        return raw if self._prefix_cache is None else self._prefix_cache.namespace_of(raw)
+
     def _next_sequence_id(self) -> SequenceId:
         return SequenceId(next(self._sequence_ids))
 
@@ -279,10 +321,24 @@ class EngineCore:
             sequence.hashes = self._prefix_cache.block_hashes(
                 sequence.tokens, sequence.request.namespace, sequence.hashes
             )
-        block_ids = sequence.table.block_ids
+        block_ids, hashes, block_size = sequence.table.block_ids, sequence.hashes, self._pool.block_size
+        wants_tokens, namespace = self._prefix_cache.has_sub_blocks, sequence.request.namespace
         for index in range(sequence.num_published, num_full):
-            self._prefix_cache.publish(block_ids[index], sequence.hashes[index])
+            token_ids = sequence.tokens[index * block_size : (index + 1) * block_size] if wants_tokens else ()
+            parent = hashes[index - 1] if index else None
+            self._prefix_cache.publish(block_ids[index], hashes[index], parent, index, token_ids, namespace)
         sequence.num_published = num_full
+
+    def _publish_tail(self, sequence: Sequence) -> None:
+        """Let what a sequence that ends has computed of its last block be found: the next turn of a chat begins with it."""
+        if self._prefix_cache is None or not self._prefix_cache.has_sub_blocks or sequence.is_in_flight:
+            return
+        num_full = sequence.num_published
+        token_ids = sequence.tokens[num_full * self._pool.block_size : sequence.num_computed]
+        if 0 < len(token_ids) < self._pool.block_size:
+            parent = sequence.hashes[num_full - 1] if num_full else None
+            block = sequence.table.block_ids[num_full]
+            self._prefix_cache.publish_tail(block, parent, num_full, token_ids, sequence.request.namespace)
 
     def _apply_entry(self, sequence: Sequence, entry: StepEntry, result: EntryOutput) -> list[CoreEvent]:
         request = sequence.request
@@ -360,6 +416,7 @@ class EngineCore:
     def _close_choices(self, sequence: Sequence, num_choices: int) -> list[CoreEvent]:
         """Retire a sequence that ended well, and its request with the last one."""
         request = sequence.request
+        self._publish_tail(sequence)
         self._retire(sequence)
         request.num_open -= num_choices
         if request.num_open:

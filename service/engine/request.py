@@ -15,7 +15,7 @@ from typing import NewType
 
 from msgspec import Struct
 
-from allocator import BlockPool, BlockTable
+from allocator import BlockPool, BlockTable, Owner
 from service.engine.batch import PromptLogprob, SampledToken, SequenceId, StepEntry
 from service.errors import ContextTooLong, InvalidRequest, LooseleafError
 from service.messages import FinishReason, SamplingParams
@@ -143,7 +143,8 @@ class Sequence:
 
     def fork(self, sequence_id: SequenceId, index: int) -> Sequence:
         """Return another choice over the same computed tokens; blocks are shared, not copied."""
-        child = Sequence(self.request, sequence_id, index, self.table.fork())
+        owner = Owner("sequence", str(sequence_id), self.request.namespace)
+        child = Sequence(self.request, sequence_id, index, self.table.fork(owner))
         child.tokens = self.tokens.copy()
         child.num_computed = self.num_computed
         child.hashes = self.hashes.copy()

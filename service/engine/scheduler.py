@@ -25,9 +25,9 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from allocator import BlockPool, Match, OutOfBlocks, PrefixCache
+from allocator import BlockPool, Match, OutOfBlocks, PrefixCache, QuotaExceeded, RefCountError, StaleBlock
 from service.config import SchedulerConfig
 from service.engine.request import Rank, Sequence
 
@@ -88,7 +88,7 @@ class Scheduler:
         self._make_room_for_urgent()
         copies = self._reserve_decodes()
         grants = [Grant(sequence, 1) for sequence in self.running if sequence.num_remaining == 1]
-        grants += self._prefill(self._budget - len(grants), now)
+        grants += self._prefill(self._budget - len(grants), now, copies)
         return Plan(grants, copies)
 
     # ── Running sequences ────────────────────────────────────────────────────────────────────────
@@ -102,8 +102,15 @@ class Scheduler:
             try:
                 if missing:
                     copies += sequence.table.append(missing).copies
+            except QuotaExceeded:  # blocks are free, but not for this tenant: only its own sequences can make room
+                namespace = sequence.request.namespace
+                self._preempt(next(s for s in reversed(self.running) if s.request.namespace == namespace))
             except OutOfBlocks:
                 self._preempt(self.running[-1])
+            except (RefCountError, StaleBlock):
+                # The books deny it a block it believes to hold. Giving all back settles the dispute (what is disputed goes into
+                # quarantine), and recomputing costs it time and nobody else anything.
+                self._preempt(sequence)
             else:
                 position += 1
         return copies
@@ -124,9 +131,9 @@ class Scheduler:
             return
         head = self.waiting[0]
         lesser = [s for s in self.running if s.request.priority > head.request.priority]
-        if not lesser or self._has_room(head, self._match(head)) or not self._would_have_room(head, lesser):
+        if not lesser or self._has_room(head, self._match(head, "whole")) or not self._would_have_room(head, lesser):
             return
-        while lesser and not self._has_room(head, self._match(head)):
+        while lesser and not self._has_room(head, self._match(head, "whole")):
             self._preempt(lesser.pop())
 
     def _would_have_room(self, head: Sequence, lesser: list[Sequence]) -> bool:
@@ -137,14 +144,14 @@ class Scheduler:
         pool = self._pool
         held = Counter(block for s in lesser for block in s.table.block_ids)
         reclaimed = sum(pool.ref_count(block) == count for block, count in held.items())
-        kept_hits = sum(pool.ref_count(block) > held[block] for block in self._match(head).block_ids)
+        kept_hits = sum(pool.ref_count(block) > held[block] for block in self._match(head, "whole").block_ids)
         needed = -(-head.num_tokens // pool.block_size) - kept_hits
         return needed + self._headroom(head, staying) <= pool.num_free + reclaimed
 
     # ── Prefill and admission ────────────────────────────────────────────────────────────────────
 
-    def _prefill(self, left: int, now: float) -> list[Grant]:
-        """Share `left` tokens among running and waiting sequences with more than one token to compute."""
+    def _prefill(self, left: int, now: float, copies: list[tuple[int, int]]) -> list[Grant]:
+        """Share `left` tokens among running and waiting sequences with more than one token to compute; adds to `copies`."""
         prefills = [sequence for sequence in self.running if sequence.num_remaining > 1]
         is_contended = len(prefills) + len(self.waiting) > 1
         # Under contention a token is always left for another one.
@@ -171,7 +178,7 @@ class Scheduler:
             if self._slots_used() >= self.max_running:
                 break
             sequence = self.waiting[position]
-            if (blocked is None or self._may_pass(sequence, blocked, now)) and self._admit(position):
+            if (blocked is None or self._may_pass(sequence, blocked, now)) and self._admit(position, copies):
                 grant(sequence)
                 if blocked is not None:
                     blocked.request.num_passed += 1
@@ -189,13 +196,15 @@ class Scheduler:
         # A prompt with one token to compute (all others cached) is a decode in all but name.
         return [Grant(sequence, chunk) for sequence, chunk in chunks.items()]
 
-    def _admit(self, position: int) -> bool:
+    def _admit(self, position: int, copies: list[tuple[int, int]]) -> bool:
         """Give the waiting sequence at `position` all blocks it needs and let it run, or change nothing."""
         sequence = self.waiting[position]
-        match = self._match(sequence)
+        match = self._match(sequence, "partial")
+        if match.partial is not None and not self._has_room(sequence, match):
+            match = match.whole_blocks()  # a partial hit holds a block more until it has been copied
         if not self._has_room(sequence, match):
             return False
-        sequence.table.adopt(match, sequence.num_tokens - match.num_tokens)
+        copies += sequence.table.adopt(match, sequence.num_tokens - match.num_tokens).copies
         sequence.num_computed = match.num_tokens
         sequence.num_published = len(match.block_ids)
         request = sequence.request
@@ -208,7 +217,7 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         return True
 
-    def _match(self, sequence: Sequence) -> Match:
+    def _match(self, sequence: Sequence, extent: Literal["whole", "partial"]) -> Match:
         """Look for cached blocks, leaving at least one token to compute, and those whose logprobs are wanted."""
         if self._prefix_cache is None:
             return NO_MATCH
@@ -217,13 +226,14 @@ class Scheduler:
         max_tokens = sequence.num_tokens - 1
         if request.lacks_prompt_logprobs:
             max_tokens = min(max_tokens, len(request.prompt_logprobs))
-        return self._prefix_cache.match(sequence.hashes, max_tokens)
+        token_ids = sequence.tokens if extent == "partial" else ()
+        return self._prefix_cache.match(sequence.hashes, max_tokens, token_ids, request.namespace)
 
     def _has_room(self, sequence: Sequence, match: Match) -> bool:
         if self._slots_used() + sequence.num_slots > self.max_running:
             return False
         needed = sequence.table.blocks_needed(sequence.num_tokens - match.num_tokens, match)
-        free = self._pool.num_free
+        free = self._pool.num_available(sequence.table.account)
         return needed <= free and needed + self._headroom(sequence, self.running) <= free
 
     def _headroom(self, sequence: Sequence, running: list[Sequence]) -> int:

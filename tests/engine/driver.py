@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable
 
+from allocator import Quotas
 from service.engine.batch import SequenceId, StepBatch, StepOutput
 from service.engine.core import EngineCore
 from service.engine.request import (
@@ -38,6 +39,8 @@ class CoreDriver:
         long_prefill_share: float = 0.5,
         max_model_len: int = 1000,
         has_prefix_cache: bool = True,
+        sub_blocks: bool = False,
+        quotas: Quotas | None = None,
         choose: Choose = choose_by_hash,
     ) -> None:
         """`num_blocks` counts the null block, as everywhere."""
@@ -50,6 +53,8 @@ class CoreDriver:
             long_prefill_share=long_prefill_share,
             max_model_len=max_model_len,
             has_prefix_cache=has_prefix_cache,
+            sub_blocks=sub_blocks,
+            quotas=quotas,
         )
         self.runner = FakeRunner(num_blocks, block_size, choose=choose)
         self.token_budget = token_budget
@@ -86,6 +91,7 @@ class CoreDriver:
 
     def step(self) -> StepBatch | None:
         """Run one step and take its events; None when there is nothing to do."""
+        self.take(self.core.shed())
         batch = self.core.schedule(self.now)
         if batch is None:
             return None

@@ -62,7 +62,7 @@ def test_a_refused_admission_leaves_hits_evictable_and_counts_unchanged() -> Non
     refused = driver.add(prompt_of(24), max_tokens=1)
     scheduler = driver.core._scheduler
     for _ in range(100):
-        assert not scheduler._admit(0)
+        assert not scheduler._admit(0, [])
         assert driver.core.stats().pool == before
         driver.core.check()
     driver.core.abort(refused)
