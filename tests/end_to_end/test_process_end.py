@@ -94,3 +94,12 @@ async def test_a_fault_of_the_engine_ends_every_stream_with_an_error_and_the_pro
     assert await asyncio.to_thread(faulty.process.wait, 10) == 1
     await asyncio.to_thread(faulty.wait_for_log, "service.stopped")
     assert not await asyncio.to_thread(Path(faulty.rpc.removeprefix("unix:")).exists)
+
+
+def test_an_interrupt_of_an_idle_server_is_a_clean_end(data: Path, tmp_path: Path) -> None:
+    """OPS-04: SIGINT is as good as SIGTERM."""
+    server = start(tmp_path, "--model", str(data / "golden" / "tiny-llama"))
+    server.wait_until_ready()
+    assert server.get("/healthz")[0] == 200
+    assert server.stop(signal.SIGINT, limit_s=5.0) == 0
+    server.assert_nothing_left()
