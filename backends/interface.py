@@ -46,6 +46,7 @@ class AttentionLayer:
     cache: Tensor  # [num_blocks, 2, Hkv, B, D], a view of the pool; [:, 0] keys, [:, 1] values
     window: int | None = None
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+    scales: Tensor | None = None  # [num_blocks, 2, Hkv, B] float32 of a quantised pool, see `backends.kv_cache`
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class AttentionBackend(Protocol[PlanT]):
         ...
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: PlanT) -> None:
-        """Write k, v [T, Hkv, D] (any strides with a contiguous last dimension) into the slots of the step."""
+        """Write k, v [T, Hkv, D] (any strides with a contiguous last dimension) into the slots of the step, quantised if the pool is."""
         ...
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: PlanT, out: Tensor, lse: Tensor | None = None) -> None:

@@ -68,8 +68,10 @@ class Decoder:
             self._embed = packed.rows
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
 
-    def kv_cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> KVCacheSpec:
-        """Return the cache this model needs; its dtype is the model's unless given."""
+    def kv_cache_spec(
+        self, block_size: int, dtype: torch.dtype | None = None, quantised: torch.dtype | None = None
+    ) -> KVCacheSpec:
+        """Return the cache this model needs; its dtype is the model's unless given, its elements may be quantised."""
         config = self.config
         return KVCacheSpec(
             num_layers=config.num_layers,
@@ -78,15 +80,15 @@ class Decoder:
             head_size=config.head_size,
             block_size=block_size,
             dtype=dtype or self.dtype,
+            quantised=quantised,
         )
 
     def bind_cache(self, cache: KVCache) -> tuple[AttentionLayer, ...]:
         """Make `attention_layers`, each with its view of `cache`; raises `ModelLoadError` if the cache has another shape."""
         config, spec = self.config, cache.spec
-        if spec != self.kv_cache_spec(spec.block_size, spec.dtype):
-            raise ModelLoadError(
-                f"the cache {spec} does not fit the model {self.kv_cache_spec(spec.block_size, spec.dtype)}"
-            )
+        needed = self.kv_cache_spec(spec.block_size, spec.dtype, spec.quantised)
+        if spec != needed:
+            raise ModelLoadError(f"the cache {spec} does not fit the model {needed}")
         self.attention_layers = tuple(
             AttentionLayer(
                 index=index,
@@ -95,6 +97,7 @@ class Decoder:
                 head_size=config.head_size,
                 scale=config.attention_scale,
                 cache=cache.layer(index),
+                scales=cache.scales(index),
                 window=window,
                 soft_cap=config.attention_soft_cap,
             )
