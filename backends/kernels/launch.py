@@ -10,15 +10,19 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.interface import AttentionLayer
 from backends.kernels.variants import Variant
+from backends.kernels.work import Work, divide
 
 WARP = 32
 MERGE_WARPS = 4
 STORE_WARPS = 4
 COPY_THREADS = 256
+DECODE_ROWS = 16  # one warp's rows of a tensor-core tile
+STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How an attention kernel cuts its work: warps along rows and along keys, keys per pipeline stage. Mirrors the sources' constants."""
+    """What the launch of an attention kernel needs to know of it. Mirrors the constants of the sources."""
 
     kernel: str
     tile_rows: int
@@ -52,23 +56,45 @@ class WorkOnDevice:
     part_lse: Tensor  # [>= num_parts, Hkv] float32, base 2
 
 
+def passes(
+    variant: Variant,
+    query_lens: NDArray[np.integer],
+    seq_lens: NDArray[np.integer],
+    group: int,
+    window: int | None,
+) -> list[tuple[Shape, Work]]:
+    """Return the launches that one kind of layer needs: the sequences with few rows, then the others; one or none of them may be missing.
+
+    Which of the two serves a sequence depends on that sequence alone, and so do the bits of its result.
+    """
+    has_few_rows = np.asarray(query_lens) * group <= DECODE_ROWS
+    pairs = []
+    for is_decode in (True, False):
+        shape = attention_shape(variant, group, is_decode)
+        work = divide(query_lens, seq_lens, group, shape.tile_rows, window, has_few_rows == is_decode)
+        if len(work.items):
+            pairs.append((shape, work))
+    return pairs
+
+
 def attention_shape(variant: Variant, group: int, is_decode: bool) -> Shape:
-    """Return the kernel that serves a step: `is_decode` if no sequence brings more than a few rows (queries * group <= 16)."""
-    D = _head_size(variant)
-    if variant.uses_tensor_cores:
-        warps_rows, warps_keys = (1, 2 if D > 128 else 4) if is_decode else (4, 1)
-        keys, stages = 32 if D > 128 else 64, 3
-        row_chunks = (
-            D * variant.kv_dtype.itemsize // 16 | 1
-        )  # an odd number of 16-byte chunks spreads rows over all banks
-        ring = stages * keys * (2 * row_chunks * 16 + (8 if variant.is_quantised else 0))
-        query_chunks = D * 2 // 16 | 1
-        query = 16 * warps_rows * query_chunks * 16 if D > 128 else 0
-        gather = 16 * warps_rows * warps_keys * (D + 2) * 4 if warps_keys > 1 else 0
-        name = "attention_mma_decode" if is_decode else "attention_mma_prefill"
-        return Shape(name, 16 * warps_rows, WARP * warps_rows * warps_keys, max(ring + query, gather))
-    rows = 1 if group == 1 and is_decode else 4
-    return Shape(f"attention_simt_{rows}", rows, 4 * WARP, 4 * rows * (D + 2) * 4)
+    """Return the kernel for sequences with few rows (`is_decode`, up to `DECODE_ROWS`) or many."""
+    D = variant.head_size
+    if D is None:
+        raise ValueError(f"{variant.name} is not an attention variant")
+    if not variant.uses_tensor_cores:
+        rows = 1 if group == 1 and is_decode else 4
+        return Shape(f"attention_simt_{rows}", rows, 4 * WARP, 4 * rows * (D + 2) * 4)
+    is_wide = D > 128
+    row_warps, key_warps = (1, 2 if is_wide else 4) if is_decode else (4, 1)
+    keys = 32 if is_wide else 64
+    # An odd number of 16-byte chunks a row: see attention_mma.cu.
+    ring = STAGES * keys * 2 * (D * variant.kv_dtype.itemsize // 16 | 1) * 16
+    scales = STAGES * keys * 2 * 4 if variant.is_quantised else 0
+    queries = 16 * row_warps * (D * 2 // 16 | 1) * 16 if is_wide else 0
+    meeting = 16 * row_warps * key_warps * (D + 2) * 4 if key_warps > 1 else 0
+    name = "attention_mma_decode" if is_decode else "attention_mma_prefill"
+    return Shape(name, 16 * row_warps, WARP * row_warps * key_warps, max(ring + scales + queries, meeting))
 
 
 def attention(
@@ -187,9 +213,3 @@ def pointer(tensor: Tensor | None) -> np.uint64:
 def block_shift(block_size: int) -> int:
     """Return log2 of a block size; the kernels divide by shifting."""
     return block_size.bit_length() - 1
-
-
-def _head_size(variant: Variant) -> int:
-    if variant.head_size is None:
-        raise ValueError(f"{variant.name} is not an attention variant")
-    return variant.head_size

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 FIELDS = 8  # int32 each: items and merges are read as two 16-byte loads
 KEY_ALIGNMENT = 8  # ranges begin at multiples of the smallest block, so that no 16-byte load of scales straddles blocks
+MAX_SPLIT_TILES = 4  # more tiles than that fill the device together with the kv heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +42,15 @@ def divide(
     group: int,
     tile_rows: int,
     window: int | None = None,
-    max_split_tiles: int = 4,
+    is_chosen: NDArray[np.bool_] | None = None,
 ) -> Work:
-    """Cut a step into items. Sequences whose rows make more than `max_split_tiles` tiles are not split along their keys.
+    """Cut a step, or its chosen sequences, into items. A sequence with more than `MAX_SPLIT_TILES` tiles is not split along its keys.
 
-    `query_lens`, `seq_lens` [S]. A sequence with queries but without keys gets an item with an empty range: it writes zeros and -inf.
+    `query_lens`, `seq_lens`, `is_chosen` [S]. A sequence with queries but without keys gets an item with an empty range: it writes zeros and -inf.
     """
     queries = np.asarray(query_lens, np.int64)
+    if is_chosen is not None:
+        queries = np.where(is_chosen, queries, 0)
     keys = np.asarray(seq_lens, np.int64)
     rows = queries * group
     num_tiles = -(-rows // tile_rows)
@@ -65,7 +68,7 @@ def divide(
     length = end - begin
 
     size = split_keys(length)
-    splits = np.where(num_tiles[sequence] <= max_split_tiles, np.maximum(-(-length // size), 1), 1)
+    splits = np.where(num_tiles[sequence] <= MAX_SPLIT_TILES, np.maximum(-(-length // size), 1), 1)
     partial = splits > 1
     parts = np.where(partial, splits * count, 0)
     first_part = np.cumsum(parts) - parts

@@ -12,7 +12,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -103,44 +103,47 @@ class EmulatedFunction:
 
 
 def _compiled(variant: Variant, sources: Path, text: str, names: Sequence[str], sanitizer: str | None) -> Path:
-    flags = ["-O1" if sanitizer else "-O2", "-std=c++17", "-g1", "-fPIC", "-w", "-DEMULATION", *variant.defines]
-    flags += [f"-fsanitize={sanitizer}"] if sanitizer else []
-    harness = "".join((HERE / name).read_text() for name in ("emulation.h", "runtime.cpp", "module.py"))
-    key = hashlib.sha256("\0".join((text, harness, *flags)).encode()).hexdigest()[:20]
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    library = folder / f"{variant.name}-{key}.so"
-    if library.exists():
-        return library
     signature = "const unsigned* g, const unsigned* b, size_t s, unsigned seed, void** a"
     entries = [
         f'extern "C" const char* entry_{name}({signature}) {{ return emulated::run({name}, g, b, s, seed, a); }}\n'
         f'extern "C" unsigned sizes_{name}(unsigned* out) {{ return emulated::sizes({name}, out); }}'
         for name in names
     ]
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        source = Path(scratch) / "kernel.cpp"
-        source.write_text("\n".join([f'#include "{sources / variant.source}"', *entries, ""]))
-        built = Path(scratch) / "kernel.so"
-        runtime = Path(scratch) / "runtime.o"
-        tsan = ["-DEMULATION_TSAN"] if sanitizer == "thread" else []
-        _compile(
-            [
-                "-O2",
-                "-std=c++17",
-                "-fPIC",
-                "-w",
-                "-c",
-                *tsan,
-                f"-I{HERE}",
-                str(HERE / "runtime.cpp"),
-                "-o",
-                str(runtime),
-            ]
-        )
-        _compile([*flags, "-shared", f"-I{HERE}", f"-I{sources}", str(source), str(runtime), "-o", str(built)])
-        built.rename(library)  # another process may have been faster; the content is the same
-    return library
+    runtime = _runtime(sanitizer)
+    flags = ["-O1", "-std=c++17", "-g1", "-fPIC", "-w", "-shared", "-DEMULATION", *variant.defines]
+    flags += [f"-fsanitize={sanitizer}"] if sanitizer else []
+    header = (HERE / "emulation.h").read_text()
+    source = "\n".join([f'#include "{sources / variant.source}"', *entries, ""])
+
+    def build(target: Path) -> None:
+        unit = target.with_suffix(".cpp")
+        unit.write_text(source)
+        _compile([*flags, f"-I{HERE}", f"-I{sources}", str(unit), str(runtime), "-o", str(target)])
+
+    return _cached(f"{variant.name}.so", (text, header, runtime.name, *entries, *flags), build)
+
+
+def _runtime(sanitizer: str | None) -> Path:
+    """Return the runtime's object file; it is the same for every kernel, and never instrumented."""
+    source = HERE / "runtime.cpp"
+    flags = ["-DEMULATION_TSAN"] if sanitizer == "thread" else []
+    parts = (source.read_text(), (HERE / "emulation.h").read_text(), *flags)
+    command = ["-O2", "-std=c++17", "-fPIC", "-w", "-c", f"-I{HERE}", str(source)]
+    return _cached("runtime.o", parts, lambda target: _compile([*command, *flags, "-o", str(target)]))
+
+
+def _cached(name: str, parts: Sequence[str], build: Callable[[Path], None]) -> Path:
+    """Return the file that was built from `parts`, building it if this is the first time."""
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    file = folder / f"{key}-{name}"
+    if not file.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            built = Path(scratch) / name
+            build(built)
+            built.rename(file)  # another process may have been faster; the content is the same
+    return file
 
 
 def _compile(arguments: Sequence[str]) -> None:
