@@ -261,7 +261,6 @@ template <int ROW_WARPS, int KEY_WARPS> DEVICE void attend(const Attention& a) {
       }
     }
   }
-  copy_wait<0>();
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     sum[r] += __shfl_xor_sync(ALL_LANES, sum[r], 1);
