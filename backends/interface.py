@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.kv_cache import KVCacheSpec
@@ -47,6 +49,9 @@ class AttentionLayer:
     window: int | None = None
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
     scales: Tensor | None = None  # [num_blocks, 2, Hkv, B] float32 of a quantised pool, see `backends.kv_cache`
+    dtype: torch.dtype | None = (
+        None  # of queries, keys and values; None: that of `cache`, which a quantised pool does not say
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +70,9 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
+    host_lengths: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (
+        None  # queries and keys of each sequence, to plan without waiting
+    )
 
     @property
     def num_sequences(self) -> int:

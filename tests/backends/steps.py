@@ -60,6 +60,7 @@ class Step:
             window=window,
             soft_cap=soft_cap,
             scales=self.scales,
+            dtype=None if self.scales is None else self.q.dtype,
         )
 
 

@@ -49,8 +49,9 @@ class GoldenEngine:
         token_budget: int = 512,
         has_prefix_cache: bool = True,
         max_num_seqs: int = 64,
+        quantised: torch.dtype | None = None,
     ) -> None:
-        spec = model.decoder.kv_cache_spec(BLOCK_SIZE)
+        spec = model.decoder.kv_cache_spec(BLOCK_SIZE, quantised=quantised)
         self.runner: ModelRunner = ModelRunner(
             model.decoder,
             open_backend(backend, spec, CPU),
