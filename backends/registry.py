@@ -17,10 +17,11 @@ from backends.kv_cache import KVCacheSpec
 
 AUTO = "auto"
 
-# Name → "module:class", best first: `auto` takes the first that has no objection.
+# Name → "module:class", best first on each device: `auto` takes the first that has no objection.
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "numba-cpu": "backends.numba_cpu:NumbaCpuBackend",
+        "cupy": "backends.cupy_raw:CupyBackend",
         "reference": "backends.reference:ReferenceBackend",
     }
 )
