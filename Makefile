@@ -1,6 +1,6 @@
 # One verb per line; every verb makes the environment it needs.
 .DEFAULT_GOAL := help
-.PHONY: help serve chat check test lint format bench clean ci
+.PHONY: help serve chat check test check-kernels check-races lint format bench clean ci
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -32,6 +32,16 @@ check: $(VENV)/.runtime ## print the effective configuration and which backends 
 test: $(VENV)/.dev ## run every test
 	$(BIN)/python -m pytest $(ARGS)
 
+$(VENV)/.kernels: $(VENV)/.dev
+	$(PIP) --editable '.[kernels]'
+	touch $@
+
+check-kernels: $(VENV)/.kernels ## compile every CUDA kernel for every architecture and hold it to its registers (no GPU)
+	$(BIN)/python ops/gpu/check_kernels.py $(ARGS)
+
+check-races: $(VENV)/.dev ## run the CUDA kernels on the CPU under ThreadSanitizer
+	$(BIN)/python -m tests.cuda_emulation.races
+
 lint: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
 
@@ -41,7 +51,7 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 bench: $(VENV)/.dev ## measure this machine (see ops/bench/README.md)
 	$(BIN)/python ops/bench/serve.py $(ARGS)
 
-ci: lint test ## what CI runs
+ci: lint test check-kernels ## what CI runs
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -4,9 +4,9 @@
 // and divide the keys of each stage, in `prefill` each has its own 16 rows and all keys. Keys and values go through a ring of STAGES stages
 // of KEYS keys, filled by cp.async two stages ahead. A row in shared memory is an odd number of 16-byte chunks long, so that the eight rows
 // which one ldmatrix reads lie in different banks. Shared memory (launch.py computes the same):
-//   keys   [STAGES][KEYS][ROW_CHUNKS] chunks | values, the same | scales [STAGES][2][KEYS] float if quantised | queries if D > 128
+//   keys   [STAGES][KEYS][ROW_CHUNKS] chunks | values, the same | scales [STAGES][2][KEYS] float if quantised | queries unless they stay in registers
 // and at the end, over it, values [warps][16][D] and state [warps][16][2] float, where warps that divided the keys meet.
-// Queries stay in registers up to D = 128. Assumes 16-byte aligned rows, and that an item begins at a multiple of 8 keys.
+// Assumes 16-byte aligned rows, and that an item begins at a multiple of 8 keys.
 //
 // Elements of 8 bits become pairs of 16 bits after ldmatrix, which sees two elements as one: a lane receives four neighbours of a key, or two
 // neighbours of two values. The order of a sum does not matter, so the queries are loaded in the order that the keys arrive in, and the two
@@ -18,7 +18,6 @@ constexpr int STAGES = 3;
 constexpr int KEYS = D > 128 ? 32 : 64;
 constexpr int ROW_CHUNKS = CHUNKS | 1;
 constexpr int DECODE_WARPS = D > 128 ? 2 : 4;
-constexpr bool Q_IS_SHARED = D > 128;
 constexpr int Q_CHUNKS = D / 8, Q_ROW_CHUNKS = Q_CHUNKS | 1;
 constexpr int RING = STAGES * KEYS * ROW_CHUNKS;  // chunks
 static_assert(Q_TYPE != F32 && (IS_QUANTISED || KV_TYPE == Q_TYPE), "16-bit queries over the same type or 8 bits");
@@ -58,11 +57,14 @@ template <int SECOND, bool TO_BF16> DEVICE void widen(uint32_t* pairs, uint32_t 
 template <int ROW_WARPS, int KEY_WARPS> struct Tile {
   static constexpr int THREADS = WARP * ROW_WARPS * KEY_WARPS;
   static constexpr int WARP_KEYS = KEYS / KEY_WARPS;
+  // Queries in registers as long as those last: widening 8-bit elements needs some as well.
+  static constexpr bool Q_IS_SHARED = D > 128 || (IS_QUANTISED && ROW_WARPS > 1 && D == 128);
   static constexpr int COPIES = (KEYS * CHUNKS + THREADS - 1) / THREADS;  // 16-byte pieces of keys that one thread copies per stage
 };
 
 template <int ROW_WARPS, int KEY_WARPS> DEVICE void attend(const Attention& a) {
   using T = Tile<ROW_WARPS, KEY_WARPS>;
+  constexpr bool Q_IS_SHARED = T::Q_IS_SHARED;
   SHARED_MEMORY(memory);
   const Item item = load_item(a, blockIdx.x);
   if (item.num_rows == 0) return;
@@ -114,17 +116,15 @@ template <int ROW_WARPS, int KEY_WARPS> DEVICE void attend(const Attention& a) {
   }
 
   // This lane's two rows, lane / 4 and lane / 4 + 8 of the warp's 16. Rows past the item's stand in for its first and are never written.
-  int position[2], local[2], token[2], head[2];
+  int position[2], local[2];
   uint32_t q[Q_IS_SHARED ? 1 : D / 16][4];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     local[r] = row_warp * 16 + lane / 4 + r * 8;
-    int row = item.first_row + (local[r] < item.num_rows ? local[r] : 0);
-    token[r] = row / a.group;
-    head[r] = kv_head * a.group + row % a.group;
-    position[r] = item.past + token[r];
+    int row = item.first_row + (local[r] < item.num_rows ? local[r] : 0), token = row / a.group;
+    position[r] = item.past + token;
     if constexpr (!Q_IS_SHARED) {
-      const char* source = a.q + ((item.first_token + token[r]) * a.q_stride + head[r] * D) * Q_BYTES;
+      const char* source = a.q + ((item.first_token + token) * a.q_stride + (kv_head * a.group + row % a.group) * D) * Q_BYTES;
 #pragma unroll
       for (int k = 0; k < D / 16; k++) {
         if constexpr (IS_QUANTISED) {
@@ -165,7 +165,7 @@ template <int ROW_WARPS, int KEY_WARPS> DEVICE void attend(const Attention& a) {
     float s[T::WARP_KEYS / 8][4];
 #pragma unroll
     for (int n = 0; n < T::WARP_KEYS / 8; n++) s[n][0] = s[n][1] = s[n][2] = s[n][3] = 0.0f;
-#pragma unroll
+#pragma unroll (Q_IS_SHARED ? 2 : D / 16)
     for (int d = 0; d < D / 16; d++) {
       uint32_t loaded[4];
       const uint32_t* fragment = q[Q_IS_SHARED ? 0 : d];
@@ -321,12 +321,13 @@ template <int ROW_WARPS, int KEY_WARPS> DEVICE void attend(const Attention& a) {
       for (int p = 0; p < D / 8; p++) *reinterpret_cast<float2*>(a.part_out + part * D + column(p)) = float2{low(r, p) * factor, high(r, p) * factor};
       if (lane % 4 == 0) a.part_lse[part] = sum[r] > 0.0f ? largest[r] + log2_fast(sum[r]) : NONE;
     } else {
-      const int64_t row = item.first_token + token[r];
-      char* target = a.out + (row * a.out_stride + head[r] * D) * Q_BYTES;
+      const int row = item.first_row + local[r], head = kv_head * a.group + row % a.group;
+      const int64_t token = item.first_token + row / a.group;
+      char* target = a.out + (token * a.out_stride + head * D) * Q_BYTES;
 #pragma unroll
       for (int p = 0; p < D / 8; p++) *reinterpret_cast<uint32_t*>(target + column(p) * 2) = pack_q(low(r, p) * factor, high(r, p) * factor);
       if (lane % 4 == 0 && a.lse)
-        a.lse[row * num_heads + head[r]] = sum[r] > 0.0f ? (largest[r] + log2_fast(sum[r])) * LN2 : -__uint_as_float(0x7f800000u);
+        a.lse[token * num_heads + head] = sum[r] > 0.0f ? (largest[r] + log2_fast(sum[r])) * LN2 : -__uint_as_float(0x7f800000u);
     }
   }
 }

@@ -6,12 +6,11 @@
 // Assumes 16-byte aligned blocks and rows.
 #include "attention.cuh"
 
-constexpr int ceil_power_of_two(int n) { return n <= 1 ? 1 : 2 * ceil_power_of_two((n + 1) / 2); }
-constexpr int LANES = ceil_power_of_two(CHUNKS) < WARP ? ceil_power_of_two(CHUNKS) : WARP;
+constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUNKS > 2 ? 4 : CHUNKS > 1 ? 2 : 1;
 constexpr int STEPS = (CHUNKS + LANES - 1) / LANES;  // chunks of a key that one lane reads
 constexpr int PER_LANE_D = STEPS * PER_CHUNK;
 constexpr int KEYS_AT_ONCE = WARP / LANES;
-constexpr int UNROLL = 2;
+constexpr int UNROLL = IS_QUANTISED ? 1 : 2;  // a chunk of 8-bit elements is 16 of them: twice as many would cost half the warps
 constexpr int WARPS = 4;
 
 template <int ROWS> DEVICE void attend(const Attention& a) {

@@ -91,7 +91,8 @@ def attention_shape(variant: Variant, group: int, is_decode: bool) -> Shape:
     # An odd number of 16-byte chunks a row: see attention_mma.cu.
     ring = STAGES * keys * 2 * (D * variant.kv_dtype.itemsize // 16 | 1) * 16
     scales = STAGES * keys * 2 * 4 if variant.is_quantised else 0
-    queries = 16 * row_warps * (D * 2 // 16 | 1) * 16 if is_wide else 0
+    has_shared_queries = is_wide or (variant.is_quantised and not is_decode and D == 128)
+    queries = 16 * row_warps * (D * 2 // 16 | 1) * 16 if has_shared_queries else 0
     meeting = 16 * row_warps * key_warps * (D + 2) * 4 if key_warps > 1 else 0
     name = "attention_mma_decode" if is_decode else "attention_mma_prefill"
     return Shape(name, 16 * row_warps, WARP * row_warps * key_warps, max(ring + scales + queries, meeting))
