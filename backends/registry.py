@@ -22,6 +22,7 @@ BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "numba-cpu": "backends.numba_cpu:NumbaCpuBackend",
         "cupy": "backends.cupy_raw:CupyBackend",
+        "numba-cuda": "backends.numba_cuda:NumbaCudaBackend",
         "reference": "backends.reference:ReferenceBackend",
     }
 )
