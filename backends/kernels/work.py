@@ -32,8 +32,10 @@ class Work:
 
 
 def split_keys(num_keys: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the size of a split for ranges of that many keys: small enough that one long sequence fills the device."""
-    return np.where(num_keys <= 8192, 256, np.where(num_keys <= 32768, 512, 1024)).astype(np.int64)
+    """Return the size of a split for ranges of that many keys: small enough that one long sequence fills the device,
+    large enough that filling the ring once per split costs little of a full one.
+    """
+    return np.where(num_keys <= 2048, 256, np.where(num_keys <= 32768, 512, 1024)).astype(np.int64)
 
 
 def divide(

@@ -79,6 +79,7 @@ def main() -> int:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--report", type=Path, help="write what was measured as JSON")
+    parser.add_argument("--table", type=Path, help="write it as Markdown into the marked place of this file")
     arguments = parser.parse_args()
     if not _is_installed("cuda.bindings") or _tools() is None:
         print(f"cannot compile here: not all of {', '.join(PACKAGES)} are installed", file=sys.stderr)
@@ -102,6 +103,8 @@ def main() -> int:
                 faults += [f"{variant.name} {usage.kernel} {architecture}: {fault}" for fault in judge(usage)]
     if arguments.report:
         arguments.report.write_text(json.dumps([asdict(usage) for usage in usages], indent=1))
+    if arguments.table:
+        write_table(arguments.table, usages)
     print(f"{len(usages)} kernels in {len(tasks)} modules, {len(faults)} faults")
     for fault in faults:
         print(fault, file=sys.stderr)
@@ -142,6 +145,31 @@ def line(usage: Usage) -> str:
         f"{usage.variant:32} {usage.kernel:22} {usage.architecture:7} {usage.registers:4} registers "
         f"{usage.shared_bytes:7} B shared {usage.blocks_per_multiprocessor:3} blocks/SM {usage.compile_s:5.1f} s  {mix}"
     )
+
+
+def write_table(file: Path, usages: list[Usage]) -> None:
+    """Replace what stands between the two marks of a Markdown file by a table of these kernels. Raises `ValueError` if a mark is missing."""
+    begin, end = "<!-- kernels: begin -->\n", "<!-- kernels: end -->\n"
+    text = file.read_text()
+    head, tail = text.index(begin) + len(begin), text.index(end)
+    columns = (
+        "variant",
+        "kernel",
+        "architecture",
+        "registers",
+        "shared bytes",
+        "blocks/SM",
+        "warps/SM",
+        *list(MIX)[:-1],
+    )
+    rows = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+    for usage in usages:
+        variant = next(variant for variant in SHIPPED if variant.name == usage.variant)
+        warps = usage.blocks_per_multiprocessor * _launch_shape(variant, usage.kernel)[0] // 32
+        cells = (usage.variant, usage.kernel, usage.architecture, usage.registers, usage.shared_bytes)
+        mix = [usage.mix[name] for name in list(MIX)[:-1]]
+        rows.append("| " + " | ".join(map(str, (*cells, usage.blocks_per_multiprocessor, warps, *mix))) + " |")
+    file.write_text(text[:head] + "\n".join(rows) + "\n" + text[tail:])
 
 
 def compile_cubin(variant: Variant, architecture: str) -> bytes:
