@@ -98,7 +98,10 @@ class CupyModule:
         if stream is None:
             import cupy
 
-            stream = cupy.cuda.Stream.from_external(current)
+            if hasattr(current, "__cuda_stream__"):
+                stream = cupy.cuda.Stream.from_external(current)
+            else:  # torch before it spoke the CUDA stream protocol
+                stream = cupy.cuda.ExternalStream(current.cuda_stream, current.device_index)
             self._streams[current.cuda_stream] = stream
         return stream
 

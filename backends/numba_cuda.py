@@ -27,7 +27,8 @@ from backends.kernels.work import divide
 from backends.kv_cache import KVCacheSpec
 
 cuda: Any = numba_cuda_module  # Numba has no usable types
-IS_SIMULATED = bool(core.config.ENABLE_CUDASIM)
+_config: Any = core.config
+IS_SIMULATED = bool(_config.ENABLE_CUDASIM)
 
 THREADS = 64
 ROWS = 8  # rows (query, head of the group) of a tile

@@ -172,7 +172,9 @@ def _send(rows: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tenso
     packed = torch.from_numpy(np.concatenate(rows))
     if device.type == "cuda":
         packed = packed.pin_memory()
-    return list(packed.to(device, non_blocking=True).split([len(part) for part in rows]))
+    sent = packed.to(device, non_blocking=True)
+    ends = np.cumsum([len(part) for part in rows]).tolist()
+    return [sent[end - len(part) : end] for part, end in zip(rows, ends, strict=True)]
 
 
 def _kernel_dtype(layer: AttentionLayer) -> torch.dtype:

@@ -17,5 +17,5 @@ def mixing_matrix(head_size: int, dtype: torch.dtype, device: torch.device) -> T
     block = torch.ones(1, 1, dtype=torch.float64)
     while block.shape[0] < size:
         block = torch.cat([torch.cat([block, block], 1), torch.cat([block, -block], 1)])
-    matrix = torch.block_diag(*[block * size**-0.5] * (head_size // size))
+    matrix = torch.kron(torch.eye(head_size // size, dtype=torch.float64), block * size**-0.5)
     return matrix.to(dtype=dtype, device=device)

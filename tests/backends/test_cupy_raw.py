@@ -134,7 +134,7 @@ def test_a_kernel_is_granted_its_shared_memory_once_and_launched_on_torchs_strea
     monkeypatch.setitem(__import__("sys").modules, "cupy", fake)
     monkeypatch.setattr("backends.cupy_raw.cubin", lambda variant, capability: Path("x"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    current = SimpleNamespace(cuda_stream=77)
+    current = SimpleNamespace(cuda_stream=77, __cuda_stream__=lambda: (0, 77))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
     compiled = CupyModule(Variant("cache.cu", torch.float32, torch.float32, None))
     launch = Launch("attention", (3, 2, 1), (128, 1, 1), (), 60_000)

@@ -50,12 +50,13 @@ class GoldenEngine:
         has_prefix_cache: bool = True,
         max_num_seqs: int = 64,
         quantised: torch.dtype | None = None,
+        device: DeviceInfo = CPU,
     ) -> None:
         spec = model.decoder.kv_cache_spec(BLOCK_SIZE, quantised=quantised)
         self.runner: ModelRunner = ModelRunner(
             model.decoder,
-            open_backend(backend, spec, CPU),
-            KVCache(spec, num_blocks, torch.device("cpu")),
+            open_backend(backend, spec, device),
+            KVCache(spec, num_blocks, device.torch_device),
             num_valid_ids=model.config.vocab_size,
             max_model_len=model.max_model_len,
             checks_slots=True,

@@ -25,7 +25,7 @@ KINDS = [torch.int8, torch.float8_e4m3fn]
 # Measured on the first 2000 tokens, with keys mixed as `service.model.mixing` does: 0.03 % for int8 and 0.5 % for fp8; without the mixing
 # 0.35 % and 1.8 %. The goal is 0.3 %, which the three bits of fp8's mantissa miss on a model as small as this one.
 LARGEST_LOSS = {torch.int8: 0.003, torch.float8_e4m3fn: 0.012}
-NUM_TOKENS = 1000
+NUM_TOKENS = 600
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,8 @@ def test_perplexity_stays_close_to_that_of_the_unquantised_pool(
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 def test_greedy_answers_begin_as_the_golden_ones(model: LoadedModel, kind: torch.dtype, golden: dict[str, Any]) -> None:
     """The share of answers' tokens before the first difference; a rounding can tip a near tie, after which texts rightly differ."""
-    prompts = [prompt for prompt in golden["prompts"] if len(prompt["ids"]) < 300]
-    assert len(prompts) > 10
+    prompts = [prompt for prompt in golden["prompts"] if len(prompt["ids"]) < 200][:10]
+    assert len(prompts) == 10
     engine = GoldenEngine(model, BACKEND, quantised=kind)
     answers = engine.run(
         [prompt["ids"] for prompt in prompts], SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
@@ -81,4 +81,4 @@ def test_greedy_answers_begin_as_the_golden_ones(model: LoadedModel, kind: torch
         wanted = [step["id"] for step in prompt["steps"]]
         same += next((i for i, (a, b) in enumerate(zip(answer.ids, wanted, strict=True)) if a != b), len(wanted))
     share = same / sum(len(prompt["steps"]) for prompt in prompts)
-    assert share > (0.75 if kind == torch.int8 else 0.4)
+    assert share > (0.75 if kind == torch.int8 else 0.4), share
