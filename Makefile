@@ -1,6 +1,6 @@
 # One verb per line; every verb makes the environment it needs.
 .DEFAULT_GOAL := help
-.PHONY: help serve chat check test check-kernels check-races lint format bench clean ci
+.PHONY: help serve chat check test check-kernels check-sanitizers lint format bench clean ci
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -39,8 +39,8 @@ $(VENV)/.kernels: $(VENV)/.dev
 check-kernels: $(VENV)/.kernels ## compile every CUDA kernel for every architecture and hold it to its registers (no GPU)
 	$(BIN)/python ops/gpu/check_kernels.py $(ARGS)
 
-check-races: $(VENV)/.dev ## run the CUDA kernels on the CPU under ThreadSanitizer
-	$(BIN)/python -m tests.cuda_emulation.races
+check-sanitizers: $(VENV)/.dev ## run the CUDA kernels on the CPU under ThreadSanitizer and AddressSanitizer
+	$(BIN)/python -m tests.cuda_emulation.sanitizers
 
 lint: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy
