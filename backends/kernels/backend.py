@@ -143,12 +143,21 @@ class KernelBackend:
         reasons = []
         if spec.block_size not in BLOCK_SIZES:
             reasons.append(f"block_size is {spec.block_size}; kernels exist for {', '.join(map(str, BLOCK_SIZES))}")
-        if attention_variant(spec.dtype, spec.element_dtype, spec.head_size, self._capability) is None:
-            major, minor = self._capability
+        variant = attention_variant(spec.dtype, spec.element_dtype, spec.head_size, self._capability)
+        major, minor = self._capability
+        if variant is None:
             reasons.append(
                 f"no kernel is shipped for {_name(spec.dtype)} queries over a {_name(spec.element_dtype)} pool with head_size "
                 f"{spec.head_size} on compute capability {major}.{minor} (head sizes are {', '.join(map(str, HEAD_SIZES))})"
             )
+        else:
+            group = spec.num_heads // spec.num_kv_heads
+            needed = max(launch.attention_shape(variant, group, is_decode).shared_bytes for is_decode in (True, False))
+            if needed > launch.shared_bytes_limit(self._capability):
+                reasons.append(
+                    f"{variant.name} needs {needed} bytes of shared memory a block; compute capability {major}.{minor} has "
+                    f"{launch.shared_bytes_limit(self._capability)}"
+                )
         return reasons
 
     def _attention(self, kind: LayerKind) -> Variant:

@@ -98,6 +98,15 @@ def attention_shape(variant: Variant, group: int, is_decode: bool) -> Shape:
     return Shape(name, 16 * row_warps, WARP * row_warps * key_warps, max(ring + scales + queries, meeting))
 
 
+def shared_bytes_limit(capability: tuple[int, int]) -> int:
+    """Return the shared memory that one block may ask for (CUDA C++ Programming Guide, table of compute capabilities)."""
+    if capability < (8, 0):
+        return 64 << 10
+    if capability in ((8, 6), (8, 9)) or capability >= (12, 0):
+        return 99 << 10
+    return (163 if capability < (9, 0) else 227) << 10
+
+
 def attention(
     shape: Shape,
     q: Tensor,

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from backends.kernels import launch
+from backends.kernels.backend import KernelBackend
 from backends.kernels.variants import QUANTISED, SHIPPED, TYPE_NAMES, attention_variant, cache_variant
-from backends.kv_cache import quantise
+from backends.kv_cache import KVCacheSpec, quantise
 from tests.backends.steps import Shape, make_step
 from tests.cuda_emulation.module import EmulatedModule, missing
 from tests.cuda_emulation.step import AMPERE, TURING, check, load, make_quantised_step, run_step
@@ -206,3 +207,19 @@ def test_only_shipped_variants_can_be_asked_for() -> None:
     assert ampere is not None
     assert ampere.source == "attention_mma.cu"
     assert len({variant.name for variant in SHIPPED}) == len(SHIPPED)
+
+
+def test_a_kernel_that_needs_more_shared_memory_than_the_device_has_is_refused() -> None:
+    """Compute capability 8.9 and 12.0 have 99 KB a block: too little for three stages of 16-bit keys of 128."""
+
+    def reasons(capability: tuple[int, int], head_size: int, quantised: torch.dtype | None = None) -> list[str]:
+        backend = KernelBackend(EmulatedModule, capability)
+        return backend.refusals(KVCacheSpec(1, 8, 2, head_size, 16, BF16, quantised))
+
+    for capability in ((8, 0), (9, 0), (10, 0)):
+        assert reasons(capability, 128) == []
+        assert reasons(capability, 256) == []
+    for capability in ((8, 9), (12, 0)):
+        assert reasons(capability, 64) == []
+        assert reasons(capability, 128, INT8) == []
+        assert "104448 bytes of shared memory" in reasons(capability, 128)[0]
