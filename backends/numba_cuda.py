@@ -389,8 +389,8 @@ class NumbaCudaBackend:
     ) -> None:
         """Attend, then merge what was split. Rows of q past the last sequence (padding) become zeros and -inf."""
         wanted = layer.dtype or layer.cache.dtype
-        if q.dtype != wanted or out.dtype != wanted:
-            converted = torch.empty_like(out, dtype=wanted)
+        if q.dtype != wanted or out.dtype != wanted or (IS_SIMULATED and not out.is_contiguous()):
+            converted = torch.empty(out.shape, dtype=wanted, device=out.device)
             self.run(q.to(wanted), layer, plan, converted, lse)
             out.copy_(converted)
             return
@@ -432,7 +432,9 @@ def _scales(layer: AttentionLayer) -> Any:
 def _array(tensor: Tensor) -> Any:
     """Return what Numba takes for a tensor, the same memory: numpy's view in the simulator, the CUDA array interface on a GPU."""
     carried = tensor.detach().view(CARRIERS.get(tensor.dtype, tensor.dtype))
-    return carried.numpy() if IS_SIMULATED else carried
+    return (
+        carried.contiguous().numpy() if IS_SIMULATED else carried
+    )  # its arrays have no gaps: strided inputs are copied
 
 
 def _launch(kernel: Any, grid: Any, threads: int, *arguments: Any) -> None:

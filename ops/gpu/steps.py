@@ -325,6 +325,51 @@ def golden_tokens(bench: Bench) -> None:
         bench.say(f"{name}: {agreed} answers of {len(folders)} checkpoints are golden")
 
 
+def end_to_end(bench: Bench) -> None:
+    """Tokens a second of a Llama-8B-shaped model through the engine, eager, against its roofline: weights and keys read once a step."""
+    try:
+        from random_model import random_llama
+
+        from service.messages import SamplingParams
+        from tests.golden.engine import GoldenEngine
+    except ImportError as error:
+        raise Skipped(f"{error}; give the folder of wheels") from error
+    sizes = (32, 4096, 14336, 32, 8, 128256, 2048) if not bench.is_dry else (2, 256, 320, 4, 2, 500, 512)
+    prompt_len, new_tokens = (512, 24) if not bench.is_dry else (40, 4)
+    model = random_llama(*sizes, bench.torch_device)
+    copied = _copy_bandwidth(bench)
+    layers, hidden, width, heads, kv_heads, vocab, _ = sizes
+    head_size = hidden // heads
+    matrices = layers * (hidden * (2 * hidden + 2 * kv_heads * head_size) + 3 * hidden * width) + vocab * hidden
+    spec = model.decoder.kv_cache_spec(16)
+    name = bench.backends[0]
+    if bench.open(name, spec) is None:
+        return
+    for batch in (1, 32, 256) if not bench.is_dry else (1, 2):
+        engine = GoldenEngine(
+            model,
+            name,
+            num_blocks=1 + batch * -(-(prompt_len + new_tokens) // 16),
+            token_budget=4096,
+            has_prefix_cache=False,
+            max_num_seqs=batch,
+            device=bench.device,
+        )
+        prompts = torch.randint(vocab, (batch, prompt_len)).tolist()
+        engine.run(prompts, SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True))
+        steps = [
+            seconds
+            for taken, seconds in zip(engine.batches, engine.seconds, strict=True)
+            if taken.num_tokens == len(taken.entries) == batch
+        ]
+        step_s = statistics.median(steps)
+        moved = matrices * 2 + batch * (prompt_len + new_tokens / 2) * spec.bytes_per_token
+        bench.say(
+            f"{name} batch {batch:>3}: {batch / step_s:8.0f} tokens/s, {step_s * 1e3:.2f} ms a step, {moved / step_s / copied:.1%} of the roofline",
+            **{f"tokens/s at {batch}": batch / step_s},
+        )
+
+
 def sanitize(bench: Bench) -> None:
     """compute-sanitizer's memcheck, racecheck and synccheck over a small step of both tensor-core kernels and the merge."""
     tool = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
@@ -364,12 +409,13 @@ class CheckStep:
 
 STEPS = (
     CheckStep("facts", 25, facts),
-    CheckStep("compile every shipped kernel", 75, compile_kernels),
-    CheckStep("kernels against float64", 75, correctness),
+    CheckStep("compile every shipped kernel", 60, compile_kernels),
+    CheckStep("kernels against float64", 60, correctness),
     CheckStep("golden tokens through the engine", 60, golden_tokens),
     CheckStep("equal bits", 20, determinism),
-    CheckStep("decode bandwidth", 75, decode_bandwidth),
+    CheckStep("decode bandwidth", 60, decode_bandwidth),
     CheckStep("prefill rate", 60, prefill_rate),
+    CheckStep("8B-shaped model end to end", 90, end_to_end),
     CheckStep("CUDA graphs and launch cost", 35, graphs),
     CheckStep("decode against torch", 40, decode_ratios),
     CheckStep("compute-sanitizer", 60, sanitize),

@@ -56,6 +56,14 @@ for dtype, kind, shape, sequences, options in cases:
 for kind in (INT8, FP8):
     for dtype in (F32, BF16):
         quantised.test_stored_rows_are_the_definitions_bits_and_nothing_else_changes("numba-cuda", dtype, kind)
+step = make_step(TINY, [(1, 9), (3, 12)], F32)
+H, D, T = 4, 16, len(step.q)
+fused = torch.cat([x.reshape(T, -1) for x in (step.q, step.k, step.v)], dim=1).view(T, -1, D)
+layer, out = step.layer(), torch.full((T, 2 * H, D), torch.nan)[:, :H]
+plan = backend.plan(step.meta, [layer])
+backend.store_kv(fused[:, H : H + 2], fused[:, H + 2 :], layer, plan)
+backend.run(fused[:, :H], layer, plan, out)
+assert_rows_agree(out, expected(step, layer)[0], TOLERANCE[F32])
 parity.test_an_empty_step_writes_nothing_and_fails_nothing("numba-cuda")
 print(len(cases), "cases")
 """

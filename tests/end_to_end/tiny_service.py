@@ -99,7 +99,7 @@ class TinyService:
 
 @asynccontextmanager
 async def tiny_service(
-    model: Path | str = "tiny-llama", *, rpc: str = "tcp:127.0.0.1:0", **sections: dict[str, Any]
+    model: Path | str = "tiny-llama", /, *, rpc: str = "tcp:127.0.0.1:0", **sections: dict[str, Any]
 ) -> AsyncIterator[TinyService]:
     """Serve a checkpoint in float32 with these options (`cache={"num_blocks": 9}`); checks on leaving that no block is held."""
     path = GOLDEN / model if isinstance(model, str) else model

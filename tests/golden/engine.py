@@ -69,6 +69,7 @@ class GoldenEngine:
             max_model_len=model.max_model_len,
         )
         self.batches: list[StepBatch] = []
+        self.seconds: list[float] = []  # of each batch
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
         """Generate for all prompts at once; returns their answers in order."""
@@ -76,7 +77,9 @@ class GoldenEngine:
         answers: dict[RequestKey, Answer] = defaultdict(Answer)
         while (batch := self.core.schedule(0.0)) is not None:
             self.batches.append(batch)
-            for event in self.core.apply(self.runner.execute(batch)):
+            output = self.runner.execute(batch)
+            self.seconds.append(output.compute_s)
+            for event in self.core.apply(output):
                 assert not isinstance(event, RequestFailed), event
                 if isinstance(event, RequestStarted):
                     answers[event.key].cached_tokens = event.cached_tokens
