@@ -1,6 +1,6 @@
 # One verb per line; every verb makes the environment it needs.
 .DEFAULT_GOAL := help
-.PHONY: help serve chat check test test-allocator-long lint format bench clean ci
+.PHONY: help serve chat check test test-allocator-long check-kernels check-sanitizers lint format bench clean ci
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -34,6 +34,16 @@ test: $(VENV)/.dev ## run every test
 
 test-allocator-long: $(VENV)/.dev ## run the allocator's state machine 10,000 times, 200 steps each (about 20 minutes)
 	LOOSELEAF_ALLOCATOR_RUNS=10000 $(BIN)/python -m pytest tests/allocator/test_allocator_model.py -k TestAllocatorModel $(ARGS)
+
+$(VENV)/.kernels: $(VENV)/.dev
+	$(PIP) --editable '.[kernels]'
+	touch $@
+
+check-kernels: $(VENV)/.kernels ## compile every CUDA kernel for every architecture and hold it to its registers (no GPU)
+	$(BIN)/python ops/gpu/check_kernels.py $(ARGS)
+
+check-sanitizers: $(VENV)/.dev ## run the CUDA kernels on the CPU under ThreadSanitizer and AddressSanitizer
+	$(BIN)/python -m tests.cuda_emulation.sanitizers
 
 lint: $(VENV)/.dev ## ruff and mypy --strict
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.kv_cache import KVCacheSpec
@@ -46,6 +48,10 @@ class AttentionLayer:
     cache: Tensor  # [num_blocks, 2, Hkv, B, D], a view of the pool; [:, 0] keys, [:, 1] values
     window: int | None = None
     soft_cap: float | None = None  # scores become cap * tanh(scores / cap)
+    scales: Tensor | None = None  # [num_blocks, 2, Hkv, B] float32 of a quantised pool, see `backends.kv_cache`
+    dtype: torch.dtype | None = (
+        None  # of queries, keys and values; None: that of `cache`, which a quantised pool does not say
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +70,9 @@ class AttentionMetadata:
     slot_mapping: Tensor
     max_query_len: int
     max_seq_len: int
+    host_lengths: tuple[NDArray[np.int64], NDArray[np.int64]] | None = (
+        None  # queries and keys of each sequence, to plan without waiting
+    )
 
     @property
     def num_sequences(self) -> int:
@@ -98,7 +107,7 @@ class AttentionBackend(Protocol[PlanT]):
         ...
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: PlanT) -> None:
-        """Write k, v [T, Hkv, D] (any strides with a contiguous last dimension) into the slots of the step."""
+        """Write k, v [T, Hkv, D] (any strides with a contiguous last dimension) into the slots of the step, quantised if the pool is."""
         ...
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: PlanT, out: Tensor, lse: Tensor | None = None) -> None:

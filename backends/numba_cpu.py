@@ -1,4 +1,4 @@
-"""Attention over blocks on the CPU, with compiled kernels; float32 and bfloat16 pools. The kernels stand in `backends.numba_kernels`.
+"""Attention over blocks on the CPU, with compiled kernels; float32, bfloat16, int8 and fp8 pools. The kernels stand in `backends.numba_kernels`.
 
 A plan cuts the step into tiles whose shapes depend on each sequence alone: runs of queries for prefill, runs of keys (merged in a fixed
 order) for a decode with a long context. Invariant: neighbours in the batch and the number of threads never change a bit of a result.
@@ -7,8 +7,9 @@ order) for a decode with a long context. Invariant: neighbours in the batch and 
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,16 @@ from torch import Tensor
 
 from backends.interface import AttentionLayer, AttentionMetadata, DeviceInfo
 from backends.kv_cache import KVCacheSpec
-from backends.numba_kernels.attention import TILE_FIELDS, attend_kernel, merge_kernel, store_kernel
+from backends.numba_kernels.attention import (
+    FP8,
+    INT8,
+    PLAIN,
+    TILE_FIELDS,
+    attend_kernel,
+    merge_kernel,
+    store_kernel,
+    store_quantised_kernel,
+)
 from backends.numba_kernels.threads import describe_threads
 from backends.numba_kernels.vectors import HAS_BF16_DOT, HAS_WIDE
 
@@ -29,6 +39,7 @@ PART_KEYS = 1024
 PARALLEL_BYTES = 1 << 17
 
 _DTYPES = (torch.float32, torch.bfloat16)
+_ELEMENTS: Mapping[torch.dtype | None, str] = MappingProxyType({torch.int8: INT8, torch.float8_e4m3fn: FP8})
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +85,16 @@ class NumbaCpuBackend:
     def prepare(self, spec: KVCacheSpec, report: Callable[[str], None]) -> None:
         """Compile every kernel that `spec` needs: seconds the first time, milliseconds from the cache."""
         is_bf16 = spec.dtype == torch.bfloat16
+        elements = _ELEMENTS.get(spec.quantised, PLAIN)
         report("preparing kernels: attention")
-        attend_kernel(is_bf16)
+        attend_kernel(is_bf16, elements)
         report("preparing kernels: merge of split contexts")
         merge_kernel(is_bf16)
         report("preparing kernels: key and value writes")
-        store_kernel()
+        if elements:
+            store_quantised_kernel(is_bf16, elements)
+        else:
+            store_kernel()
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> NumbaPlan:
         """Cut the step into tiles of at most TILE_ROWS rows, and decodes with more than PART_KEYS keys into parts."""
@@ -136,50 +151,51 @@ class NumbaCpuBackend:
         )
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: NumbaPlan) -> None:
-        """Copy the rows of k and v to their slots; 64-bit offsets throughout."""
+        """Copy the rows of k and v to their slots, or quantise them; 64-bit offsets throughout."""
         cache = layer.cache
-        if k.dtype != cache.dtype:
-            k, v = k.to(cache.dtype), v.to(cache.dtype)
+        wanted = _kernel_dtype(k, layer)
+        if k.dtype != wanted:
+            k, v = k.to(wanted), v.to(wanted)
         T, Hkv, D = k.shape
-        size = cache.element_size()
+        size = k.element_size()
         k_row, k_head, k_step = k.stride()
         v_row, v_head, v_step = v.stride()
         assert (k_step == 1 and v_step == 1) or D == 1 or T == 0, "the last dimension of k and v must be contiguous"
-        block, value, head, slot, _ = cache.stride()
-        length = D * size
-        store_kernel().launch(
-            plan.num_threads if T * Hkv * length > PARALLEL_BYTES else 1,
-            k.data_ptr(), k_row * size, k_head * size, v.data_ptr(), v_row * size, v_head * size,
-            cache.data_ptr(), block * size, value * size, head * size, slot * size,
-            plan.slots.data_ptr(), T, Hkv, cache.shape[3], length,
-        )  # fmt: skip
+        num_threads = plan.num_threads if T * Hkv * D * size > PARALLEL_BYTES else 1
+        rows = (k.data_ptr(), k_row * size, k_head * size, v.data_ptr(), v_row * size, v_head * size)
+        slots = (plan.slots.data_ptr(), T, Hkv, cache.shape[3])
+        if layer.scales is None:
+            store_kernel().launch(num_threads, *rows, *_cache_arguments(cache), *slots, D * size)
+        else:
+            kernel = store_quantised_kernel(k.dtype == torch.bfloat16, _ELEMENTS[cache.dtype])
+            kernel.launch(num_threads, *rows, *_cache_arguments(cache), *slots, D, *_scale_arguments(layer))
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: NumbaPlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend over all tiles, then merge split contexts. Rows of q past the last sequence (padding) become zeros and -inf."""
         cache = layer.cache
-        if q.dtype != cache.dtype or out.dtype != cache.dtype:
-            converted = torch.empty_like(out, dtype=cache.dtype)
-            self.run(q.to(cache.dtype), layer, plan, converted, lse)
+        wanted = _kernel_dtype(q, layer)
+        if q.dtype != wanted or out.dtype != wanted:
+            converted = torch.empty_like(out, dtype=wanted)
+            self.run(q.to(wanted), layer, plan, converted, lse)
             out.copy_(converted)
             return
-        is_bf16 = cache.dtype == torch.bfloat16
-        size = cache.element_size()
+        is_bf16 = wanted == torch.bfloat16
+        size = q.element_size()
         q_row, q_head, q_step = q.stride()
         out_row, out_head, out_step = out.stride()
         assert q_step == 1, "the last dimension of q must be contiguous"
         assert out_step == 1, "the last dimension of out must be contiguous"
         assert lse is None or lse.stride(1) == 1, "the last dimension of lse must be contiguous"
-        block, value, head, slot, _ = cache.stride()
         H, Hkv, D = layer.num_heads, layer.num_kv_heads, layer.head_size
         lse_address, lse_row = (lse.data_ptr(), lse.stride(0) * 4) if lse is not None else (0, 0)
         read_bytes = plan.num_keys * Hkv * D * size
-        attend_kernel(is_bf16).launch(
+        attend_kernel(is_bf16, _ELEMENTS.get(cache.dtype, PLAIN)).launch(
             plan.num_threads if read_bytes > PARALLEL_BYTES else 1,
             q.data_ptr(), q_row * size, q_head * size, out.data_ptr(), out_row * size, out_head * size, lse_address, lse_row,
-            cache.data_ptr(), block * size, value * size, head * size, slot * size,
+            *_cache_arguments(cache),
             plan.tiles.ctypes.data, len(plan.tiles), plan.tables.data_ptr(), cache.shape[3], D, H // Hkv, Hkv, layer.window or 0,
             _float_bits(layer.scale), _float_bits(layer.soft_cap or 0.0),
-            plan.part_sums.data_ptr(), plan.part_states.data_ptr(), plan.max_rows,
+            plan.part_sums.data_ptr(), plan.part_states.data_ptr(), plan.max_rows, *_scale_arguments(layer),
         )  # fmt: skip
         if len(plan.merges):
             merge_kernel(is_bf16).launch(
@@ -190,6 +206,27 @@ class NumbaCpuBackend:
             out[plan.num_rows :] = 0
             if lse is not None:
                 lse[plan.num_rows :] = -torch.inf
+
+
+def _kernel_dtype(rows: Tensor, layer: AttentionLayer) -> torch.dtype:
+    """Return the type that `rows` must have: the pool's own; for a quantised pool theirs, as far as kernels know it."""
+    if layer.scales is None:
+        return layer.cache.dtype
+    return torch.bfloat16 if rows.dtype == torch.bfloat16 else torch.float32
+
+
+def _cache_arguments(cache: Tensor) -> tuple[int, ...]:
+    """Return address, block stride, value offset, head stride and slot stride, in bytes."""
+    return (cache.data_ptr(), *(step * cache.element_size() for step in cache.stride()[:4]))
+
+
+def _scale_arguments(layer: AttentionLayer) -> tuple[int, ...]:
+    """Return address, block stride, value offset and head stride of the scales, in bytes; zeros without scales."""
+    scales = layer.scales
+    if scales is None:
+        return (0, 0, 0, 0)
+    assert scales.stride(3) == 1, "the slots of scales must be contiguous"
+    return (scales.data_ptr(), *(step * 4 for step in scales.stride()[:3]))
 
 
 def _float_bits(number: float) -> int:

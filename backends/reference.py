@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from backends.interface import AttentionLayer, AttentionMetadata, DeviceInfo
-from backends.kv_cache import KVCacheSpec
+from backends.kv_cache import KVCacheSpec, dequantise, quantise
 
 # Queries are taken in runs, so that the score matrix of a long prompt stays under 64 MiB of float32.
 MAX_SCORES = 1 << 24
@@ -76,11 +76,17 @@ class ReferenceBackend:
         return ReferencePlan(spans, starts[-1], meta.slot_mapping)
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: ReferencePlan) -> None:
-        """Write k, v [T, Hkv, D] into the slots of the step, converted to the dtype of the pool."""
+        """Write k, v [T, Hkv, D] into the slots of the step, converted to the dtype of the pool or quantised."""
         block_size = layer.cache.shape[3]
         blocks, offsets = plan.slots // block_size, plan.slots % block_size
-        layer.cache[blocks, 0, :, offsets] = k.to(layer.cache.dtype)
-        layer.cache[blocks, 1, :, offsets] = v.to(layer.cache.dtype)
+        for side, rows in enumerate((k, v)):
+            if layer.scales is None:
+                layer.cache[blocks, side, :, offsets] = rows.to(layer.cache.dtype)
+                continue
+            elements, scales = quantise(rows, layer.cache.dtype)
+            # Bytes, because torch cannot scatter float8.
+            layer.cache.view(torch.uint8)[blocks, side, :, offsets] = elements.view(torch.uint8)
+            layer.scales[blocks, side, :, offsets] = scales
 
     def run(
         self, q: Tensor, layer: AttentionLayer, plan: ReferencePlan, out: Tensor, lse: Tensor | None = None
@@ -100,14 +106,15 @@ def _attend(
     """Compute the span's queries first … last - 1."""
     H, Hkv, D, B = layer.num_heads, layer.num_kv_heads, layer.head_size, layer.cache.shape[3]
     n = last - first
-    dtype = torch.promote_types(layer.cache.dtype, torch.float32)
+    dtype = torch.float32 if layer.scales is not None else torch.promote_types(layer.cache.dtype, torch.float32)
     rows = slice(span.first + first, span.first + last)
     # The queries of this run stand at positions p0 … p1 - 1 and see keys k0 … p1 - 1. Nothing outside is read: a block that has
     # left the window may hold anything, and a weight of zero times NaN would still be NaN.
     p0, p1 = span.num_keys - span.count + first, span.num_keys - span.count + last
     k0 = max(0, p0 - layer.window + 1) if layer.window is not None else 0
     k0 = min(k0, max(p1, 0))
-    kv = layer.cache[span.blocks[k0 // B : (max(p1, 0) + B - 1) // B]].to(dtype)  # [blocks, 2, Hkv, B, D]
+    blocks = span.blocks[k0 // B : (max(p1, 0) + B - 1) // B]
+    kv = _gather(layer, blocks).to(dtype)  # [blocks, 2, Hkv, B, D]
     skipped = k0 % B
     kv = kv.permute(1, 2, 0, 3, 4).reshape(2, Hkv, -1, D)[:, :, skipped : skipped + max(p1, 0) - k0]
     k, v = kv  # each [Hkv, L, D]
@@ -128,3 +135,11 @@ def _attend(
     out[rows] = result.permute(2, 0, 1, 3).reshape(n, H, D).to(out.dtype)
     if lse is not None:
         lse[rows] = sums.permute(2, 0, 1).reshape(n, H).float()
+
+
+def _gather(layer: AttentionLayer, blocks: Tensor) -> Tensor:
+    """Return the keys and values of `blocks`, dequantised if the pool is quantised."""
+    if layer.scales is None:
+        return layer.cache[blocks]
+    elements = layer.cache.view(torch.uint8)[blocks].view(layer.cache.dtype)
+    return dequantise(elements, layer.scales[blocks])

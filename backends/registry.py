@@ -17,10 +17,12 @@ from backends.kv_cache import KVCacheSpec
 
 AUTO = "auto"
 
-# Name → "module:class", best first: `auto` takes the first that has no objection.
+# Name → "module:class", best first on each device: `auto` takes the first that has no objection.
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
         "numba-cpu": "backends.numba_cpu:NumbaCpuBackend",
+        "cupy": "backends.cupy_raw:CupyBackend",
+        "numba-cuda": "backends.numba_cuda:NumbaCudaBackend",
         "reference": "backends.reference:ReferenceBackend",
     }
 )

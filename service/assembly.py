@@ -24,7 +24,7 @@ from service.engine.core import EngineCore
 from service.errors import BackendUnavailable
 from service.model.fetch import BUILTIN_MODELS, resolve_model
 from service.model.loading import LoadedModel, load_model
-from service.model.pool_size import free_memory, size_pool
+from service.model.pool_size import QUANTISED_DTYPES, free_memory, size_pool
 from service.model.runner import ModelRunner
 from service.text import ChatTemplate, Tokenizer
 
@@ -58,7 +58,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         max_model_len=config.model.max_model_len,
     )
     tokenizer, template = _text_layer(model, config)
-    spec = model.decoder.kv_cache_spec(config.cache.block_size)
+    spec = model.decoder.kv_cache_spec(config.cache.block_size, quantised=QUANTISED_DTYPES[config.cache.kv_dtype])
     try:
         selection: Selection = select_backend(config.backend.name, spec, device)
     except BackendError as error:

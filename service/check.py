@@ -15,6 +15,7 @@ from backends.kv_cache import KVCacheSpec
 from backends.registry import open_backend, probe
 from service.assembly import available_device
 from service.config import Config, LoadedConfig, option_paths
+from service.model.pool_size import QUANTISED_DTYPES
 
 
 def check(loaded: LoadedConfig) -> int:
@@ -35,6 +36,7 @@ def check(loaded: LoadedConfig) -> int:
         head_size=64,
         block_size=loaded.config.cache.block_size,
         dtype=dtype,
+        quantised=QUANTISED_DTYPES[loaded.config.cache.kv_dtype],
     )
     lines += ["", f"machine  {platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}"]
     lines += [f"         numba {version('numba')}, aiohttp {version('aiohttp')}, device {device.kind}"]

@@ -44,6 +44,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens a block
     num_blocks: Annotated[int, Meta(ge=2)] | None = None  # takes precedence over `size`
     size: str = "auto"  # bytes, say "2GiB"; "auto": a fifth of the free memory, at most 4 GiB
+    kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # elements of the pool; "auto": the model's dtype
     prefix_caching: bool = True
     policy: Literal["lru", "cost"] = "lru"  # which cached block is forgotten first
     sub_blocks: bool = False  # also reuse the part of a cached block that fits, by copying it
@@ -109,6 +110,7 @@ FLAG_ALIASES = {
     "--block-size": "cache.block_size",
     "--num-blocks": "cache.num_blocks",
     "--cache-size": "cache.size",
+    "--kv-dtype": "cache.kv_dtype",
     "--max-num-seqs": "scheduler.max_num_seqs",
     "--token-budget": "scheduler.token_budget",
     "--backend": "backend.name",

@@ -39,6 +39,7 @@ def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
         ({"server.port": "x"}, ["'x'", "$.server.port"]),
         ({"scheduler.max_num_seqs": "0"}, [">= 1", "$.scheduler.max_num_seqs"]),
         ({"model.dtype": "int3"}, ["int3", "$.model.dtype"]),
+        ({"cache.kv_dtype": "int4"}, ["int4", "$.cache.kv_dtype"]),
         ({"cache.size": "lots"}, ["lots", "$.cache.size"]),
         ({"cache.sise": "1GiB"}, ["cache.sise"]),
     ],

@@ -10,6 +10,9 @@ the head reads its keys and values once. Keys are taken 64 at a time, at multipl
 
 Products of bfloat16 are exact in float32; weights are rounded to bfloat16 before they meet the values, their sum is not. Invariant: a
 row's result depends on its own sequence alone: blocks of 64 keys have fixed places, and masked keys add an exact zero.
+
+A quantised pool's rows are first widened into a buffer, without their scales: those of the keys multiply the scores, those of the values
+the weights.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.quantised import is_quantised, quantise_row, scale_vector, widen_row
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
@@ -83,7 +87,13 @@ def _multiply(
 
 
 @njit(nogil=True, error_model="numpy")
-def _attend(arguments: int, tag: Any, size: int) -> None:
+def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
+    """Attend over tiles. `tag` and `size` (bytes) are the type of the queries, `kind` that of the pool's elements.
+
+    Arguments: counter, q, its row and head strides, out, its row and head strides, lse, its row stride, cache, block stride, value offset,
+    head stride, slot stride, tiles, number of tiles, tables, B, D, G, Hkv, window, scale, cap, part sums, part states, most rows of a tile;
+    scales, block stride, value offset, head stride (all 0 unless the pool is quantised).
+    """
     q, q_row, q_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
     out, out_row, out_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
     lse, lse_row = read_int64(arguments + 56), read_int64(arguments + 64)
@@ -102,10 +112,18 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
         read_int64(arguments + 200),
         read_int64(arguments + 208),
     )
+    scales, scale_block_stride = read_int64(arguments + 216), read_int64(arguments + 224)
+    scale_value_offset, scale_head_stride = read_int64(arguments + 232), read_int64(arguments + 240)
 
     words = D * size // 4  # inner steps of a score
+    length = D * size  # bytes of a key or value in the pool
+    widened = 0  # bytes of the buffers that only a quantised pool needs
+    if is_quantised(kind):
+        length = D
+        widened = KEYS * (2 * D * size + 8 + 8)
     area = np.empty(
-        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + 2 * KEYS * 8, np.uint8
+        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + 2 * KEYS * 8 + widened,
+        np.uint8,
     )
     queries = (area.ctypes.data + 63) // 64 * 64  # [rows, D]
     keys = queries + max_rows * D * size  # [words, KEYS] 32-bit words
@@ -116,6 +134,11 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
     states = weights + max_rows * KEYS * size  # [rows, 2] float32: maximum, sum
     sources = states + max_rows * 8  # [KEYS] int64 addresses of keys
     sources_ahead = sources + KEYS * 8  # the same of the next pass
+    key_scales = sources_ahead + KEYS * 8  # [KEYS] float32
+    value_scales = key_scales + KEYS * 4
+    scale_sources = value_scales + KEYS * 4  # [KEYS] int64 addresses of the keys' scales
+    wide_keys = scale_sources + KEYS * 8  # [KEYS, D]
+    wide_values = wide_keys + KEYS * D * size
 
     while True:
         item = take_next(arguments)
@@ -150,7 +173,21 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
                     sources_ahead, ahead, start + KEYS, lowest, highest, table, B, head_cache, block_stride, slot_stride
                 )
                 for t in range(ahead):
-                    prefetch(read_int64(sources_ahead + t * 8), D * size)
+                    prefetch(read_int64(sources_ahead + t * 8), length)
+            value_rows = value_offset
+            if is_quantised(kind):
+                _locate(
+                    scale_sources, vectors * 16, start, lowest, highest, table, B,
+                    scales + head * scale_head_stride, scale_block_stride, 4,
+                )  # fmt: skip
+                for t in range(vectors * 16):
+                    scale_at, source = read_int64(scale_sources + t * 8), read_int64(sources + t * 8)
+                    write_float(key_scales + t * 4, read_float(scale_at))
+                    write_float(value_scales + t * 4, read_float(scale_at + scale_value_offset))
+                    widen_row(tag, kind, source, wide_keys + t * D * size, D)
+                    widen_row(tag, kind, source + value_offset, wide_values + t * D * size, D)
+                    write_int64(sources + t * 8, wide_keys + t * D * size)
+                value_rows = wide_values - wide_keys
             for group in range(vectors):
                 for word in range(0, words, 16):
                     transpose_words(
@@ -168,8 +205,11 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
                     first = max(first, at - window + 1)
                 first = min(max(first - start, 0), KEYS)
                 last = min(max(min(at + 1, highest) - start, 0), KEYS)
+                if is_quantised(kind):
+                    scale_vector(kind, scores + r * KEYS * 4, key_scales, vectors)
                 shrink = weigh_row(
                     tag,
+                    kind,
                     scores + r * KEYS * 4,
                     weights + r * KEYS * size,
                     vectors,
@@ -178,18 +218,19 @@ def _attend(arguments: int, tag: Any, size: int) -> None:
                     scale,
                     cap,
                     states + r * 8,
+                    value_scales,
                 )
                 if shrink != np.float32(1):
                     scale_row(sums + r * D * 4, D, shrink)
             for t in range(ahead):
-                prefetch(read_int64(sources_ahead + t * 8) + value_offset, D * size)
+                prefetch(read_int64(sources_ahead + t * 8) + value_offset, length)
             if size == 2:
                 for t in range(0, vectors * 16, 2):
-                    first_value = read_int64(sources + t * 8) + value_offset
-                    pair_rows(first_value, read_int64(sources + t * 8 + 8) + value_offset, values + t // 2 * D * 4, D)
+                    first_value = read_int64(sources + t * 8) + value_rows
+                    pair_rows(first_value, read_int64(sources + t * 8 + 8) + value_rows, values + t // 2 * D * 4, D)
             else:
                 for t in range(vectors * 16):
-                    copy_bytes(values + t * D * 4, read_int64(sources + t * 8) + value_offset, D * 4)
+                    copy_bytes(values + t * D * 4, read_int64(sources + t * 8) + value_rows, D * 4)
             _multiply(
                 tag, rows, weights, KEYS * size, values, D * 4, sums, D * 4, D // 16, vectors * 16 * size // 4, True
             )
@@ -315,20 +356,104 @@ def _store(arguments: int) -> None:
                 copy_bytes(target + h * head_stride + value_offset, v + t * v_row + h * v_head, length)
 
 
-@lru_cache(maxsize=2)
-def attend_kernel(is_bf16: bool) -> Kernel:
-    """Compile the attention body for one type of pool, or load it from the cache."""
+@njit(nogil=True, error_model="numpy")
+def _store_quantised(arguments: int, tag: Any, kind: Any) -> None:
+    """Quantise keys and values into their slots. One item: 16 tokens.
+
+    Arguments: those of `_store` with D for the bytes of a row, then scales, their block stride, value offset and head stride.
+    """
+    k, k_row, k_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
+    v, v_row, v_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
+    cache, block_stride = read_int64(arguments + 56), read_int64(arguments + 64)
+    value_offset, head_stride, slot_stride = (
+        read_int64(arguments + 72),
+        read_int64(arguments + 80),
+        read_int64(arguments + 88),
+    )
+    slots, T, Hkv = read_int64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
+    B, D = read_int64(arguments + 120), read_int64(arguments + 128)
+    scales, scale_block_stride = read_int64(arguments + 136), read_int64(arguments + 144)
+    scale_value_offset, scale_head_stride = read_int64(arguments + 152), read_int64(arguments + 160)
+    while True:
+        first = take_next(arguments) * 16
+        if first >= T:
+            break
+        for t in range(first, min(first + 16, T)):
+            slot = read_int64(slots + t * 8)
+            for h in range(Hkv):
+                target = cache + slot // B * block_stride + slot % B * slot_stride + h * head_stride
+                scale = scales + slot // B * scale_block_stride + slot % B * 4 + h * scale_head_stride
+                write_float(scale, quantise_row(tag, kind, k + t * k_row + h * k_head, target, D))
+                write_float(
+                    scale + scale_value_offset,
+                    quantise_row(tag, kind, v + t * v_row + h * v_head, target + value_offset, D),
+                )
+
+
+# Elements of a pool, as the kernels name them.
+PLAIN, INT8, FP8 = "", "int8", "fp8"
+
+
+@lru_cache(maxsize=6)
+def attend_kernel(is_bf16: bool, elements: str = PLAIN) -> Kernel:
+    """Compile the attention body for one type of queries and pool, or load it from the cache."""
     key = source_key()
 
     def attend_bf16(arguments: int) -> None:
         if key:
-            _attend(arguments, np.uint16(0), 2)
+            _attend(arguments, np.uint16(0), 2, np.uint16(0))
 
     def attend_f32(arguments: int) -> None:
         if key:
-            _attend(arguments, np.float32(0), 4)
+            _attend(arguments, np.float32(0), 4, np.float32(0))
 
-    return Kernel(attend_bf16 if is_bf16 else attend_f32, 26)
+    def attend_bf16_int8(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.uint16(0), 2, np.int8(0))
+
+    def attend_f32_int8(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.float32(0), 4, np.int8(0))
+
+    def attend_bf16_fp8(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.uint16(0), 2, np.uint8(0))
+
+    def attend_f32_fp8(arguments: int) -> None:
+        if key:
+            _attend(arguments, np.float32(0), 4, np.uint8(0))
+
+    bodies = {
+        PLAIN: (attend_f32, attend_bf16),
+        INT8: (attend_f32_int8, attend_bf16_int8),
+        FP8: (attend_f32_fp8, attend_bf16_fp8),
+    }
+    return Kernel(bodies[elements][is_bf16], 30)
+
+
+@lru_cache(maxsize=4)
+def store_quantised_kernel(is_bf16: bool, elements: str) -> Kernel:
+    """Compile the quantising writes for one type of keys and pool, or load it from the cache."""
+    key = source_key()
+
+    def store_bf16_int8(arguments: int) -> None:
+        if key:
+            _store_quantised(arguments, np.uint16(0), np.int8(0))
+
+    def store_f32_int8(arguments: int) -> None:
+        if key:
+            _store_quantised(arguments, np.float32(0), np.int8(0))
+
+    def store_bf16_fp8(arguments: int) -> None:
+        if key:
+            _store_quantised(arguments, np.uint16(0), np.uint8(0))
+
+    def store_f32_fp8(arguments: int) -> None:
+        if key:
+            _store_quantised(arguments, np.float32(0), np.uint8(0))
+
+    bodies = {INT8: (store_f32_int8, store_bf16_int8), FP8: (store_f32_fp8, store_bf16_fp8)}
+    return Kernel(bodies[elements][is_bf16], 20)
 
 
 @lru_cache(maxsize=2)

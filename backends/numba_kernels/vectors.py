@@ -148,6 +148,11 @@ def is_bfloat16(tag: Any) -> bool:
     return bool(tag == types.uint16)
 
 
+def has_scales(kind: Any) -> bool:
+    """Say whether rows of a pool are 8-bit elements with a scale, see `backends.numba_kernels.quantised`."""
+    return bool(kind in (types.int8, types.uint8))
+
+
 def _ask(b: Builder, address: Value) -> None:
     """Ask for the cache line at an address, to read, into L2."""
     pointer = ir.IntType(8).as_pointer()
@@ -337,6 +342,7 @@ def pair_rows(typing_context: Any, first: Any, second: Any, target: Any, count: 
 def weigh_row(
     typing_context: Any,
     tag: Any,
+    kind: Any,
     scores: Any,
     weights: Any,
     vectors: Any,
@@ -345,17 +351,20 @@ def weigh_row(
     scale: Any,
     cap: Any,
     state: Any,
+    value_scales: Any,
 ) -> Any:
     """One row of online softmax: scores (float32, `vectors` * 16) → weights exp(score - maximum) in the type of `tag`.
 
     Scores outside first … last - 1 weigh zero. Scores are multiplied by `scale` and, if `cap` > 0, become cap * tanh(score / cap).
-    `state` is the address of the running (maximum, sum), updated. Returns the factor by which earlier sums must shrink.
+    `state` is the address of the running (maximum, sum), updated. Returns the factor by which earlier sums must shrink. For a `kind` with
+    scales, the weights that are written (but not their sum) are multiplied by the float32 at `value_scales`.
     """
-    signature = types.float32(tag, *[types.int64] * 5, types.float32, types.float32, types.int64)
+    signature = types.float32(tag, kind, *[types.int64] * 5, types.float32, types.float32, types.int64, types.int64)
     is_bf16 = is_bfloat16(tag)
+    is_scaled = has_scales(kind)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, scores, weights, vectors, first, last, scale, cap, state = arguments
+        _, _, scores, weights, vectors, first, last, scale, cap, state, value_scales = arguments
         lanes = ir.Constant(VI, list(range(LANES)))
         factor = emit_splat(b, scale, VF)
         low = emit_splat(b, b.trunc(first, I32), VI)
@@ -396,6 +405,8 @@ def weigh_row(
             weight = emit_exp(b, b.fsub(score, maximum))
             weight = b.select(b.fcmp_ordered("<=", score, constant(1.5 * _NEGATIVE)), constant(0.0), weight)
             b.store(b.fadd(b.load(total), weight), total)
+            if is_scaled:
+                weight = b.fmul(weight, emit_load(b, b.add(value_scales, b.shl(i, ir.Constant(I64, 6))), VF))
             if is_bf16:
                 emit_store(b, emit_round_bf16(b, weight), b.add(weights, b.shl(i, ir.Constant(I64, 5))))
             else:

@@ -24,6 +24,7 @@ from backends.torch_threads import calling_thread_only
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
 from service.model.layers import DecoderLayer
+from service.model.mixing import mixing_matrix
 from service.model.rope import RopeTable, make_rope_table
 from service.model.weights import DecoderWeights
 
@@ -67,10 +68,13 @@ class Decoder:
         packed: object = self._head
         if config.tie_embeddings and isinstance(packed, SharedRows):
             self._embed = packed.rows
+        self._mixing: Tensor | None = None  # set where keys are quantised
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
 
-    def kv_cache_spec(self, block_size: int, dtype: torch.dtype | None = None) -> KVCacheSpec:
-        """Return the cache this model needs; its dtype is the model's unless given."""
+    def kv_cache_spec(
+        self, block_size: int, dtype: torch.dtype | None = None, quantised: torch.dtype | None = None
+    ) -> KVCacheSpec:
+        """Return the cache this model needs; its dtype is the model's unless given, its elements may be quantised."""
         config = self.config
         return KVCacheSpec(
             num_layers=config.num_layers,
@@ -79,15 +83,18 @@ class Decoder:
             head_size=config.head_size,
             block_size=block_size,
             dtype=dtype or self.dtype,
+            quantised=quantised,
         )
 
     def bind_cache(self, cache: KVCache) -> tuple[AttentionLayer, ...]:
         """Make `attention_layers`, each with its view of `cache`; raises `ModelLoadError` if the cache has another shape."""
         config, spec = self.config, cache.spec
-        if spec != self.kv_cache_spec(spec.block_size, spec.dtype):
-            raise ModelLoadError(
-                f"the cache {spec} does not fit the model {self.kv_cache_spec(spec.block_size, spec.dtype)}"
-            )
+        self._mixing = None
+        if spec.quantised is not None:
+            self._mixing = mixing_matrix(config.head_size, self.dtype, self.device)
+        needed = self.kv_cache_spec(spec.block_size, spec.dtype, spec.quantised)
+        if spec != needed:
+            raise ModelLoadError(f"the cache {spec} does not fit the model {needed}")
         self.attention_layers = tuple(
             AttentionLayer(
                 index=index,
@@ -96,6 +103,8 @@ class Decoder:
                 head_size=config.head_size,
                 scale=config.attention_scale,
                 cache=cache.layer(index),
+                scales=cache.scales(index),
+                dtype=spec.dtype,
                 window=window,
                 soft_cap=config.attention_soft_cap,
             )
@@ -129,6 +138,8 @@ class Decoder:
                 ops.rms_norm_heads_(k, layer.k_norm, eps)
             cos, sin = rotations[layer.rope_index]
             ops.rotary_(q, k, cos, sin)
+            if self._mixing is not None:
+                q, k = q @ self._mixing, k @ self._mixing
             backend.store_kv(k, v, attention, plan)
             backend.run(q, attention, plan, attended)
             block = layer.o(attended_flat)

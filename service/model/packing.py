@@ -55,6 +55,7 @@ def pack(entries: Sequence[StepEntry], block_size: int, device: torch.device) ->
         slot_mapping=torch.from_numpy(slots).to(device),
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
+        host_lengths=(query_lens, seq_lens),
     )
     return PackedStep(
         torch.from_numpy(token_ids).to(device),

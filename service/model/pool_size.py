@@ -6,8 +6,12 @@ can run to its end alone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+
+import torch
 
 from backends.kv_cache import KVCacheSpec
 from service.config import CacheConfig, parse_bytes
@@ -16,6 +20,11 @@ from service.errors import ConfigError
 AUTO_SHARE = 5  # "auto" takes a fifth of the free memory,
 AUTO_LIMIT_BYTES = 4 * 2**30  # and no more than this
 NULL_BLOCKS = 1  # block 0 holds no sequence
+
+# `cache.kv_dtype` → the elements of a quantised pool, None for the model's own.
+QUANTISED_DTYPES: Mapping[str, torch.dtype | None] = MappingProxyType(
+    {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+)
 
 
 @dataclass(frozen=True, slots=True)

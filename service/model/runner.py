@@ -109,6 +109,9 @@ class ModelRunner(Generic[PlanT]):
             with torch.inference_mode():
                 for index in range(cache.spec.num_layers):
                     cache.layer(index)[0].zero_()
+                    scales = cache.scales(index)
+                    if scales is not None:
+                        scales[0].zero_()
 
     def close(self) -> None:
         """Let go of the model and the cache; a step after it raises `RuntimeError`."""

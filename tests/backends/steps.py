@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from backends.interface import AttentionBackend, AttentionLayer, AttentionMetadata
+from backends.kv_cache import dequantise, quantise
 
 # Largest error of a row, relative to the norm of the row: float32 rounding of a few thousand sums; two roundings to bfloat16 or float16.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -41,7 +42,8 @@ class Step:
     q: Tensor  # [T, H, D]
     k: Tensor  # [T, Hkv, D], the step's own
     v: Tensor
-    dense: tuple[tuple[Tensor, Tensor], ...]  # per sequence [L, Hkv, D] keys, values
+    dense: tuple[tuple[Tensor, Tensor], ...]  # per sequence [L, Hkv, D] keys, values; as a quantised pool holds them
+    scales: Tensor | None = None  # [num_blocks, 2, Hkv, B] of a quantised pool
 
     def layer(
         self, window: int | None = None, soft_cap: float | None = None, scale: float | None = None
@@ -57,6 +59,8 @@ class Step:
             cache=self.cache,
             window=window,
             soft_cap=soft_cap,
+            scales=self.scales,
+            dtype=None if self.scales is None else self.q.dtype,
         )
 
 
@@ -69,40 +73,49 @@ def make_step(
     spare_columns: int = 2,
     spare_rows: int = 0,
     device: torch.device | None = None,
+    quantised: torch.dtype | None = None,
 ) -> Step:
     """Lay out `sequences` in randomly permuted blocks. Each sequence's numbers depend on `seed` and its lengths, not on its neighbours.
 
     The block table is `spare_columns` wider than the longest sequence needs; its undefined entries name a block that does not exist.
-    `spare_rows` tokens of padding write to the null block.
+    `spare_rows` tokens of padding write to the null block. In a `quantised` pool what is undefined has a scale of NaN.
     """
     H, Hkv, D, B = shape.num_heads, shape.num_kv_heads, shape.head_size, shape.block_size
     counts = [(length + B - 1) // B for _, length in sequences]
     num_blocks = sum(counts) + 5
     generator = torch.Generator().manual_seed(seed + 1)
     free = (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
-    cache = torch.full((num_blocks, 2, Hkv, B, D), torch.nan, dtype=dtype)
+    if quantised is None:
+        cache = torch.full((num_blocks, 2, Hkv, B, D), torch.nan, dtype=dtype)
+        scales = None
+    else:
+        cache = torch.full((num_blocks, 2, Hkv, B, D), 0x55, dtype=torch.uint8).view(quantised)
+        scales = torch.full((num_blocks, 2, Hkv, B), torch.nan)
     tables = torch.full((len(sequences), max(counts, default=0) + spare_columns), 1 << 30, dtype=torch.int32)
-    dense, queries, slots = [], [], []
+    dense, queries, slots, own_keys, own_values = [], [], [], [], []
     for s, (count, length) in enumerate(sequences):
         own = torch.Generator().manual_seed(seed * 7919 + count * 104729 + length)
         kv = (torch.randn(2, length, Hkv, D, generator=own) * magnitude).to(dtype)
         queries.append((torch.randn(count, H, D, generator=own) * magnitude).to(dtype))
+        own_keys.append(kv[0, length - count :])
+        own_values.append(kv[1, length - count :])
+        elements, factors = (kv, None) if quantised is None else quantise(kv, quantised)
+        if factors is not None:
+            kv = dequantise(elements, factors)
         dense.append((kv[0], kv[1]))
         for index in range(counts[s]):
             block = free.pop()
             tables[s, index] = block
             held = max(0, min(B, length - count - index * B))
-            cache[block, :, :, :held] = kv[:, index * B : index * B + held].transpose(1, 2)
+            held_rows = slice(index * B, index * B + held)
+            if factors is None or scales is None:
+                cache[block, :, :, :held] = kv[:, held_rows].transpose(1, 2)
+            else:
+                cache.view(torch.uint8)[block, :, :, :held] = elements.view(torch.uint8)[:, held_rows].transpose(1, 2)
+                scales[block, :, :, :held] = factors[:, held_rows].transpose(1, 2)
         slots += [int(tables[s, p // B]) * B + p % B for p in range(length - count, length)]
     starts = torch.tensor([0, *(count for count, _ in sequences)]).cumsum(0).to(torch.int32)
-    k = torch.cat(
-        [pair[0][len(pair[0]) - n :] for pair, (n, _) in zip(dense, sequences, strict=True)]
-        + [torch.ones(spare_rows, Hkv, D, dtype=dtype)]
-    )
-    v = torch.cat(
-        [pair[1][len(pair[1]) - n :] for pair, (n, _) in zip(dense, sequences, strict=True)]
-        + [torch.ones(spare_rows, Hkv, D, dtype=dtype)]
-    )
+    k, v = (torch.cat([*rows, torch.ones(spare_rows, Hkv, D, dtype=dtype)]) for rows in (own_keys, own_values))
     q = torch.cat([*queries, torch.ones(spare_rows, H, D, dtype=dtype)])
     where = device or torch.device("cpu")
     meta = AttentionMetadata(
@@ -113,7 +126,17 @@ def make_step(
         max_query_len=max((n for n, _ in sequences), default=0),
         max_seq_len=max((length for _, length in sequences), default=0),
     )
-    return Step(shape, tuple(sequences), meta, cache.to(where), q.to(where), k.to(where), v.to(where), tuple(dense))
+    return Step(
+        shape,
+        tuple(sequences),
+        meta,
+        cache.to(where),
+        q.to(where),
+        k.to(where),
+        v.to(where),
+        tuple(dense),
+        None if scales is None else scales.to(where),
+    )
 
 
 def attend(backend: AttentionBackend[Any], step: Step, layer: AttentionLayer) -> tuple[Tensor, Tensor]:

@@ -49,12 +49,14 @@ class GoldenEngine:
         token_budget: int = 512,
         has_prefix_cache: bool = True,
         max_num_seqs: int = 64,
+        quantised: torch.dtype | None = None,
+        device: DeviceInfo = CPU,
     ) -> None:
-        spec = model.decoder.kv_cache_spec(BLOCK_SIZE)
+        spec = model.decoder.kv_cache_spec(BLOCK_SIZE, quantised=quantised)
         self.runner: ModelRunner = ModelRunner(
             model.decoder,
-            open_backend(backend, spec, CPU),
-            KVCache(spec, num_blocks, torch.device("cpu")),
+            open_backend(backend, spec, device),
+            KVCache(spec, num_blocks, device.torch_device),
             num_valid_ids=model.config.vocab_size,
             max_model_len=model.max_model_len,
             checks_slots=True,
@@ -67,6 +69,7 @@ class GoldenEngine:
             max_model_len=model.max_model_len,
         )
         self.batches: list[StepBatch] = []
+        self.seconds: list[float] = []  # of each batch
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
         """Generate for all prompts at once; returns their answers in order."""
@@ -74,7 +77,9 @@ class GoldenEngine:
         answers: dict[RequestKey, Answer] = defaultdict(Answer)
         while (batch := self.core.schedule(0.0)) is not None:
             self.batches.append(batch)
-            for event in self.core.apply(self.runner.execute(batch)):
+            output = self.runner.execute(batch)
+            self.seconds.append(output.compute_s)
+            for event in self.core.apply(output):
                 assert not isinstance(event, RequestFailed), event
                 if isinstance(event, RequestStarted):
                     answers[event.key].cached_tokens = event.cached_tokens

@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from backends.registry import BACKENDS
+from backends.registry import BACKENDS, probe
 from service.messages import SamplingParams
 from service.model.loading import LoadedModel, load_model
 from service.text import Tokenizer
-from tests.golden.engine import BLOCK_SIZE, Answer, GoldenEngine
+from tests.golden.engine import BLOCK_SIZE, CPU, Answer, GoldenEngine
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 
@@ -43,8 +43,12 @@ def prompts(golden: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module", params=list(BACKENDS))
-def backend(request: pytest.FixtureRequest) -> str:
-    return str(request.param)
+def backend(request: pytest.FixtureRequest, model: LoadedModel) -> str:
+    name = str(request.param)
+    reasons = probe(model.decoder.kv_cache_spec(BLOCK_SIZE), CPU)[name]
+    if reasons:
+        pytest.skip(f"{name}: {'; '.join(reasons)}")
+    return name
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,1 @@
+"""CUDA C++ kernels (`*.cu`, `*.cuh`) and the one description of how to compile (`variants`), divide (`work`) and launch (`launch`) them."""

@@ -1,0 +1,72 @@
+"""The same service with another backend or another pool, by one option: the same prompt gets the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import MappingProxyType
+
+import pytest
+
+from backends import registry
+from tests.cuda_emulation.backend import LINE, NAME
+from tests.cuda_emulation.module import missing
+from tests.end_to_end.tiny_service import tiny_service
+
+SIMULATED = """
+import asyncio
+from tests.end_to_end.test_backend_swap import answer
+print(asyncio.run(answer("numba-cuda")))
+"""
+
+
+async def answer(backend: str, kv_dtype: str = "auto") -> list[int]:
+    """Serve a checkpoint and ask over HTTP; `assemble` compiles, warms up and sizes the pool as for any model."""
+    options = {"backend": {"name": backend}, "model": {"max_model_len": 32}, "cache": {"kv_dtype": kv_dtype}}
+    async with tiny_service("tiny-llama", **options) as service:
+        assert service.engine.stats().backend == backend
+        return (await service.ask("http completion", max_tokens=8)).ids
+
+
+@pytest.fixture(scope="module")
+def reference() -> list[int]:
+    ids = asyncio.run(answer("reference"))
+    assert len(ids) == 8
+    return ids
+
+
+async def test_numba_cpu_answers_as_the_reference(reference: list[int]) -> None:
+    assert await answer("numba-cpu") == reference
+
+
+@pytest.mark.skipif(missing() is not None, reason=str(missing()))
+async def test_the_cuda_kernels_answer_as_the_reference(reference: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", MappingProxyType({**registry.BACKENDS, NAME: LINE}))
+    assert await answer(NAME) == reference
+
+
+@pytest.mark.slow
+def test_numba_cuda_in_the_simulator_answers_as_the_reference(reference: list[int]) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SIMULATED],
+        env={**os.environ, "NUMBA_ENABLE_CUDASIM": "1"},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip().splitlines()[-1] == str(reference)
+
+
+@pytest.mark.parametrize("backend", ["reference", "numba-cpu"])
+async def test_a_quantised_pool_serves_and_both_cpu_backends_read_it_alike(backend: str) -> None:
+    """The first token of a random model is safe; later ones are near ties that 8 bits may tip, in the same way for both."""
+    for kv_dtype in ("int8", "fp8"):
+        ids = await answer(backend, kv_dtype)
+        assert len(ids) == 8
+        assert ids == await answer("reference", kv_dtype)
