@@ -42,7 +42,7 @@ class Sanitizer:
     """A sanitizer of g++, its options, and a fault that it must report."""
 
     name: str
-    library: str
+    runtime_name: str
     variable: str
     options: str
     source: str
@@ -99,7 +99,9 @@ def main() -> int:
 
 
 def _run(sanitizer: Sanitizer, name: str, sources: Path) -> tuple[int, str]:
-    found = subprocess.run(["g++", f"-print-file-name={sanitizer.library}"], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        ["g++", f"-print-file-name={sanitizer.runtime_name}"], capture_output=True, text=True, check=True
+    )
     environment = {
         **os.environ,
         "LD_PRELOAD": found.stdout.strip(),
