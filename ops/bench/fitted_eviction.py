@@ -1,11 +1,11 @@
-"""How far any policy that cannot see the future could come: one fitted to the very trace it is then judged on.
+"""How far a policy comes that was fitted to the very trace it is then judged on, with facts that any policy could know.
 
     python ops/bench/fitted_eviction.py
 
 Each time a block is used it is put into a class by what a policy can know then: how often it was used before, how far it is from the end
 of its prompt, how much of the prompt was found, how long the prompt is. For each class and age the whole trace says how likely the
-next use was within a horizon; the block for which that is least likely is evicted. No real policy has these statistics beforehand, so what it
-misses of the optimum is not to be had from such facts. Ages and horizons are counted in requests; the best horizon is chosen afterwards.
+next use was within a horizon; the block for which that is least likely is evicted. No real policy has these statistics beforehand. It is
+a strong hint of what such facts are worth, not a proof: greedy eviction by a fitted chance need not be the best use of them. Ages and horizons are counted in requests; the best horizon is chosen afterwards.
 """
 
 from __future__ import annotations
