@@ -27,7 +27,7 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How tokens are chosen and when a choice ends; every bound is checked by `service.text`-independent decoding.
+    """How tokens are chosen and when a choice ends; the bounds that need no tokenizer stand in the types.
 
     `temperature` 0 is greedy. `top_k` 0 and -1 both mean off. `seed` None draws one per request. `logprobs` None is off, k reports the
     chosen token and the k likeliest. `prompt_logprobs` likewise for the prompt's tokens. Penalties act on raw logits: presence and

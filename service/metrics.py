@@ -15,8 +15,6 @@ from prometheus_client.registry import Collector
 
 from service.messages import EngineStats
 
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 TOKEN_BUCKETS = (1, 8, 32, 128, 512, 2048, 8192, 32768)
 

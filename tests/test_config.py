@@ -80,3 +80,9 @@ def test_sizes_are_read_with_binary_and_decimal_units(text: str, expected: int) 
 
 def test_every_short_flag_names_an_option() -> None:
     assert set(FLAG_ALIASES.values()) <= {path for path, _ in option_paths()}
+
+
+def test_the_example_file_is_valid_and_shows_the_defaults() -> None:
+    loaded = load_config(file=Path(__file__).parent.parent / "ops/config/looseleaf.toml")
+    assert loaded.config == Config()
+    assert "file" in loaded.sources.values()
