@@ -36,10 +36,10 @@ def _features() -> set[str]:
     return {name for name, has in llvm.get_host_cpu_features().items() if has}
 
 
-_FEATURES = _features()
-HAS_WIDE = "avx512f" in _FEATURES
-HAS_BF16_DOT = "avx512bf16" in _FEATURES and HAS_WIDE and llvm.llvm_version_info[0] >= 17
-HAS_FMA = "fma" in _FEATURES or "neon" in _FEATURES
+FEATURES = _features()
+HAS_WIDE = "avx512f" in FEATURES
+HAS_BF16_DOT = "avx512bf16" in FEATURES and HAS_WIDE and llvm.llvm_version_info[0] >= 17
+HAS_FMA = "fma" in FEATURES or "neon" in FEATURES
 # Rows of a tile: 12 x 2 sums leave 8 of 32 wide registers for operands. Half-width machines have 16 registers, two for each sum.
 MAX_ROWS = 12 if HAS_WIDE else 3
 
@@ -68,7 +68,7 @@ Builder = Any  # llvmlite has no types
 Value = Any
 
 
-def _function(b: Builder, name: str, result: Any, arguments: Sequence[Any]) -> Value:
+def get_function(b: Builder, name: str, result: Any, arguments: Sequence[Any]) -> Value:
     return cgutils.get_or_insert_function(b.module, ir.FunctionType(result, arguments), name)
 
 
@@ -97,7 +97,7 @@ def emit_at(b: Builder, base: Value, offset: int) -> Value:
 
 def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     if HAS_FMA:
-        return b.call(_function(b, "llvm.fma.v16f32", VF, [VF, VF, VF]), [x, y, z])
+        return b.call(get_function(b, "llvm.fma.v16f32", VF, [VF, VF, VF]), [x, y, z])
     return b.fadd(b.fmul(x, y), z)
 
 
@@ -136,7 +136,7 @@ def emit_round_bf16(b: Builder, x: Value) -> Value:
     """Round 16 float32 to bfloat16 bits, ties to even; a NaN stays a NaN."""
     if HAS_BF16_DOT:
         narrow = ir.VectorType(_BFloat(), LANES)
-        return b.bitcast(b.call(_function(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF]), [x]), VH)
+        return b.bitcast(b.call(get_function(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF]), [x]), VH)
     bits = b.bitcast(x, VI)
     odd = b.and_(b.lshr(bits, ir.Constant(VI, [16] * LANES)), ir.Constant(VI, [1] * LANES))
     rounded = b.add(bits, b.add(odd, ir.Constant(VI, [0x7FFF] * LANES)))
@@ -153,10 +153,10 @@ def has_scales(kind: Any) -> bool:
     return bool(kind in (types.int8, types.uint8))
 
 
-def _ask(b: Builder, address: Value) -> None:
+def emit_prefetch(b: Builder, address: Value) -> None:
     """Ask for the cache line at an address, to read, into L2."""
     pointer = ir.IntType(8).as_pointer()
-    function = _function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
+    function = get_function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
     b.call(function, [b.inttoptr(address, pointer), ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
 
 
@@ -165,7 +165,7 @@ def _multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: 
     if not is_bf16:
         return emit_fma(b, b.bitcast(column, VF), b.bitcast(word, VF), total)
     if HAS_BF16_DOT:
-        dot = _function(b, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, _VB, _VB])
+        dot = get_function(b, "llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, _VB, _VB])
         return b.call(dot, [total, b.bitcast(column, _VB), b.bitcast(word, _VB)])
     for part in (_low_half, _high_half):
         total = emit_fma(b, part(b, column), part(b, word), total)
@@ -267,7 +267,7 @@ def _emit_tile(
     columns_now = [emit_load(b, emit_at(b, b_row, 64 * n), VI) for n in range(columns)]
     with b.if_then(b.icmp_signed("!=", ahead, ir.Constant(I64, 0))):
         for n in range(columns):
-            _ask(b, emit_at(b, b.add(b_row, ahead), 64 * n))
+            emit_prefetch(b, emit_at(b, b.add(b_row, ahead), 64 * n))
     last = b.block  # where the loop goes back from
     offset = b.shl(step, ir.Constant(I64, 2))
     for r in range(rows):
@@ -487,7 +487,7 @@ def prefetch(typing_context: Any, address: Any, count: Any) -> Any:
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         address, count = arguments
         with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, 64), intp=I64) as (i, _):
-            _ask(b, b.add(address, i))
+            emit_prefetch(b, b.add(address, i))
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
