@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from backends.numba_kernels.linear import PANEL, linear_kernel
+from backends.numba_kernels.packing import pack_kernel
 from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel
 from backends.numba_kernels.threads import Kernel
 from backends.ops import Activation, Linear, TorchOps
@@ -49,11 +50,8 @@ class PackedLinear:
         self.num_outputs, self.num_inputs = N, K
         self._unpack_rows = unpack_rows
         self._packed = torch.empty(N * K, dtype=torch.bfloat16)
-        full = N // PANEL * PANEL
-        if full:
-            self._panels(0, full).copy_(weight[:full].view(full // PANEL, PANEL, K // 2, 2).transpose(1, 2))
-        if full < N:
-            self._panels(full, N).copy_(weight[full:].view(1, N - full, K // 2, 2).transpose(1, 2))
+        weight = weight.contiguous()
+        pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, self._packed.data_ptr(), N, K // 2)
         self._bias = None if bias is None else bias.float().contiguous()
         self._address = self._packed.data_ptr()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()

@@ -150,7 +150,7 @@ def test_a_row_of_a_bfloat16_product_is_the_same_alone_and_among_others() -> Non
         assert torch.equal(linear(x[row:])[0], together[row])
 
 
-@pytest.mark.parametrize(("N", "K"), [(96, 64), (80, 34), (16, 64)])
+@pytest.mark.parametrize(("N", "K"), [(96, 64), (80, 34), (16, 64), (48, 50), (32, 2)])
 def test_a_packed_weight_gives_back_its_rows_and_itself(N: int, K: int) -> None:
     """A tied embedding looks its rows up in the packed weight, so that the largest matrix of a small model is held once."""
     weight = random_numbers(N, K, dtype=torch.bfloat16)
