@@ -6,8 +6,12 @@ errors show. Invariant: nothing is allocated or read before every needed tensor 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import structlog
@@ -20,6 +24,7 @@ from service.model.config import DecoderConfig
 log = structlog.get_logger()
 
 MAX_NAMED = 8  # tensors named in one message
+MAX_READERS = 4  # threads that read layers; each holds one layer more
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +119,25 @@ def read_weights(
         embedding=embedding,
         final_norm=reader.norm(needs.final_norm),
         head=head,
-        layers=(_read_layer(needs, reader, index) for index in range(config.num_layers)),
+        layers=_read_ahead(partial(_read_layer, needs, reader), config.num_layers),
     )
+
+
+def _read_ahead(read: Callable[[int], LayerWeights], num_layers: int) -> Iterator[LayerWeights]:
+    """Read layers on threads while the caller packs the ones before; at most one a thread waits to be taken."""
+    ahead = min(MAX_READERS, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    with ThreadPoolExecutor(ahead, thread_name_prefix="looseleaf-weights") as readers:
+        under_way: deque[Future[LayerWeights]] = deque()
+        try:
+            for index in range(num_layers):
+                under_way.append(readers.submit(read, index))
+                if len(under_way) > ahead:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for layer in under_way:
+                layer.cancel()
 
 
 class _Needs:
