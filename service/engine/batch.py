@@ -22,6 +22,9 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     all positions up to the last. When `seeds` is not empty the logits of the last token are sampled once per seed (several at the fork of
     a request with n > 1); sample i at position p is a function of (seeds[i], p) and the logits alone, never of neighbours.
 
+    The last `num_drafts` of `token_ids` are guesses to verify, behind exactly one known token and with exactly one seed. The logits of that
+    token and of every draft are sampled, each as it would be if the drafts before it were known tokens.
+
     `prompt_token_ids` and `output_token_ids` are the history that penalties act on, None where `sampling` has no penalties.
     `num_output_tokens` counts tokens generated before this step (for `min_tokens`). `eos_ids` are suppressed while it is below
     `sampling.min_tokens`. `wants_prompt_logprobs` asks for the logprobs of the tokens after each of `token_ids`, which are
@@ -34,6 +37,7 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     block_ids: tuple[int, ...]
     sampling: SamplingParams
     seeds: tuple[int, ...] = ()
+    num_drafts: int = 0
     num_output_tokens: int = 0
     eos_ids: tuple[int, ...] = ()
     prompt_token_ids: tuple[int, ...] | None = None
@@ -55,7 +59,7 @@ class StepBatch(Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens computed in this step."""
+        """Tokens computed in this step, drafts included."""
         return sum(len(entry.token_ids) for entry in self.entries)
 
 
@@ -76,7 +80,11 @@ class PromptLogprob(Struct, frozen=True, kw_only=True):
 
 
 class EntryOutput(Struct, frozen=True, kw_only=True):
-    """What a step gave one entry: a sample per seed, or `error` (say, non-finite logits) and none."""
+    """What a step gave one entry: a sample per seed, or `error` (say, non-finite logits) and none.
+
+    An entry with drafts gets between one sample and one more than it has drafts: all but the last of them equal the drafts in their
+    order, so the step has computed their KV, too. What was sampled behind a draft that was not confirmed means nothing and is left out.
+    """
 
     sequence_id: SequenceId
     samples: tuple[SampledToken, ...] = ()

@@ -28,6 +28,7 @@ from service.messages import SamplingParams
 from service.model.logprobs import prompt_logprobs
 from service.model.packing import PackedStep, pack, shared_slot
 from service.model.sampler import Sampler, Samples
+from service.model.verification import fold, unfold
 
 NON_FINITE = "the model produced logits that are not finite (NaN or infinity)"
 WARM_UP_PREFILL = 64  # tokens
@@ -89,7 +90,8 @@ class ModelRunner(Generic[PlanT]):
         begin = perf_counter()
         with torch.inference_mode():
             cache.copy_blocks(batch.copies)
-            outputs = self._compute(model, batch.entries) if batch.entries else ()
+            entries = unfold(batch.entries)
+            outputs = fold(batch.entries, self._compute(model, entries)) if entries else ()
         return StepOutput(step_id=batch.step_id, outputs=outputs, compute_s=perf_counter() - begin)
 
     def warm_up(self, report: Callable[[str], None]) -> None:
