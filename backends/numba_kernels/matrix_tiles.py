@@ -54,6 +54,7 @@ TILE_ROWS = 16
 MAX_TILE_ROWS = 2 * TILE_ROWS  # rows of one product
 STEP_BYTES = 64  # of a row of a
 CONFIGURATION_BYTES = 64
+LINE_BYTES = 64  # of a cache
 
 I8 = ir.IntType(8)
 _POINTER = I8.as_pointer()
@@ -143,16 +144,17 @@ def multiply_tiles(
     c_stride: Any,
     steps: Any,
     adds: Any,
-    ahead: Any,
+    following: Any,
+    lines: Any,
 ) -> Any:
     """c[r, :] (+)= sum over steps of a[r, step] * b[step, :], for the `rows` rows last configured and `columns` (1 or 2) tiles of 16 outputs.
 
     `tag`: uint16 for bfloat16 and sums in float32, int8 for int8 and sums in int32. a: `rows` rows of `steps` * STEP_BYTES bytes, a_stride
     bytes apart. b: 16 * `steps` rows of 16 * columns words, b_stride bytes apart. c: rows of 16 * columns words, c_stride bytes apart; kept
-    and added to if `adds`. Each line of b also asks for the one `ahead` bytes further, unless that is 0. Subnormal inputs and results of
-    bfloat16 products count as zero.
+    and added to if `adds`. Each step also asks for the next `lines` cache lines of the memory at `following`, which is wanted soon.
+    Subnormal inputs and results of bfloat16 products count as zero.
     """
-    signature = types.void(tag, *[types.int64] * 9, types.boolean, types.int64)
+    signature = types.void(tag, *[types.int64] * 9, types.boolean, types.int64, types.int64)
     product = "tdpbf16ps" if is_bfloat16(tag) else "tdpbssd"
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
@@ -184,7 +186,8 @@ def _emit_product(
     c_stride: Value,
     steps: Value,
     adds: Value,
-    ahead: Value,
+    following: Value,
+    lines: Value,
 ) -> None:
     """Multiply `height` tiles of rows by `width` tiles of outputs."""
     lower_a = b.mul(a_stride, ir.Constant(I64, TILE_ROWS))
@@ -202,12 +205,9 @@ def _emit_product(
     with cgutils.for_range_slice(b, zero, steps, one, intp=I64) as (step, _):
         a_now = b.add(a, b.mul(step, ir.Constant(I64, STEP_BYTES)))
         b_now = b.add(base, b.mul(step, step_b))
-        with b.if_then(b.icmp_signed("!=", ahead, zero)):
-            line = b.add(b_now, ahead)
-            for _ in range(TILE_ROWS):
-                for j in range(width):
-                    emit_prefetch(b, emit_at(b, line, 64 * j))
-                line = b.add(line, b_stride)
+        fetched = b.mul(step, lines)
+        with cgutils.for_range_slice(b, fetched, b.add(fetched, lines), one, intp=I64) as (line, _):
+            emit_prefetch(b, b.add(following, b.mul(line, ir.Constant(I64, LINE_BYTES))))
         for i in range(height):
             _call(b, "tileloadd64", _register(_A + i), _pointer(b, b.add(a_now, lower_a) if i else a_now), a_stride)
         for j in range(width):

@@ -43,10 +43,11 @@ def compiled() -> Any:
         c: int,
         steps: int,
         adds: bool,
-        ahead: int,
+        following: int,
+        lines: int,
     ) -> None:
         configure_tiles(buffer, rows)
-        multiply_tiles(tag, rows, columns, a, a_stride, b, 64 * columns, c, 64 * columns, steps, adds, ahead)
+        multiply_tiles(tag, rows, columns, a, a_stride, b, 64 * columns, c, 64 * columns, steps, adds, following, lines)
         release_tiles()
 
     return multiply
@@ -59,7 +60,7 @@ def words_of(weight: Tensor) -> Tensor:
 
 
 def multiply(
-    x: Tensor, weight: Tensor, start: Tensor | None = None, x_address: int | None = None, ahead: int = 0
+    x: Tensor, weight: Tensor, start: Tensor | None = None, x_address: int | None = None, lines: int = 0
 ) -> Tensor:
     """x @ weight.T through the tiles, added to `start`; checks that nothing is written past the last row."""
     rows, K = x.shape
@@ -72,7 +73,7 @@ def multiply(
     packed = words_of(weight)
     compiled()(
         np.int8(0) if is_int8 else np.uint16(0), buffer.ctypes.data, rows, N // 16, x_address or x.data_ptr(), x.stride(0) * x.element_size(),
-        packed.data_ptr(), c.data_ptr(), K * x.element_size() // STEP_BYTES, start is not None, ahead,
+        packed.data_ptr(), c.data_ptr(), K * x.element_size() // STEP_BYTES, start is not None, packed.data_ptr(), lines,
     )  # fmt: skip
     assert (c[rows:] == 77).all()
     return c[:rows]
@@ -91,7 +92,7 @@ def test_integer_products_are_exact(rows: int, columns: int) -> None:
     x, weight = random_numbers(rows, 192, torch.int8), random_numbers(16 * columns, 192, torch.int8)
     product = (x.long() @ weight.long().T).int()
     assert torch.equal(multiply(x, weight), product)
-    assert torch.equal(multiply(x, weight, start=product, ahead=64), 2 * product)
+    assert torch.equal(multiply(x, weight, start=product, lines=3), 2 * product)
 
 
 @needs_tiles
@@ -103,7 +104,7 @@ def test_bfloat16_products_are_those_of_float64_within_float32_sums(rows: int, c
     product = x.double() @ weight.double().T
     torch.testing.assert_close(multiply(x, weight), product.float(), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(
-        multiply(x, weight, start=product.float(), ahead=64), 2 * product.float(), atol=2e-4, rtol=1e-4
+        multiply(x, weight, start=product.float(), lines=3), 2 * product.float(), atol=2e-4, rtol=1e-4
     )
 
 
