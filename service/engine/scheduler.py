@@ -16,7 +16,10 @@ Policy, in the order in which `schedule` applies it. "Before" is by rank: priori
    4^k blocks of growth for it and for each running sequence, where k counts its preemptions (never more than they can use). So each
    preemption makes the next less likely, and after log4(blocks of a sequence) of them it comes back only when all can run to their
    end: equal requests cannot preempt each other for ever. A sequence alone needs no headroom.
-5. *Passing.* When the first waiting sequence lacks room, smaller ones behind it may pass: freely until PASS_LIMIT have passed or it has
+5. *Awaiting.* A waiting sequence whose first uncached block is being computed by a running one before it is held back until that
+   block is there: what many prompts begin with is computed once. It never waits for one that comes after it, nor for one that was
+   preempted, aborted or failed, so what it waits for gets its tokens before it would itself. Until then it counts as without room.
+6. *Passing.* When the first waiting sequence lacks room, smaller ones behind it may pass: freely until PASS_LIMIT have passed or it has
    waited PASS_AGE_S; after that only those that fit beside it in the pool at their largest, so that they cannot delay it beyond the end
    of the sequences that run before it.
 """
@@ -33,7 +36,7 @@ from service.engine.request import Rank, Sequence
 
 PASS_LIMIT = 16  # sequences
 PASS_AGE_S = 2.0  # seconds
-SCAN_LIMIT = 32  # waiting sequences without room that one step looks at
+SCAN_LIMIT = 32  # waiting sequences that cannot be admitted yet and that one step looks at
 HEADROOM_BASE = 4  # blocks; to the power of the number of preemptions
 
 NO_MATCH = Match(block_ids=(), num_tokens=0, num_free_hits=0)
@@ -66,6 +69,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.num_unstarted = 0  # waiting sequences of requests that were never admitted
         self.num_preemptions = 0
+        self.num_awaiting = 0  # waiting sequences that the last step held back for blocks being computed
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence without blocks wait for its turn."""
@@ -131,7 +135,9 @@ class Scheduler:
             return
         head = self.waiting[0]
         lesser = [s for s in self.running if s.request.priority > head.request.priority]
-        if not lesser or self._has_room(head, self._match(head, "whole")) or not self._would_have_room(head, lesser):
+        if not lesser or self._is_awaiting(head, self._computing()):
+            return  # what is computed for it now is worth more than the room it would need without
+        if self._has_room(head, self._match(head, "whole")) or not self._would_have_room(head, lesser):
             return
         while lesser and not self._has_room(head, self._match(head, "whole")):
             self._preempt(lesser.pop())
@@ -172,14 +178,18 @@ class Scheduler:
         for sequence in sorted(prefills, key=lambda s: s.num_remaining <= cap):  # long ones first, else by rank
             grant(sequence)
         blocked: Sequence | None = None
-        num_blocked = 0
+        num_blocked = self.num_awaiting = 0
         position = 0
+        computing = self._computing()
         while left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
             if self._slots_used() >= self.max_running:
                 break
             sequence = self.waiting[position]
-            if (blocked is None or self._may_pass(sequence, blocked, now)) and self._admit(position, copies):
+            is_awaiting = self._is_awaiting(sequence, computing)
+            may_enter = not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now))
+            if may_enter and self._admit(position, copies):
                 grant(sequence)
+                computing.append(sequence)
                 if blocked is not None:
                     blocked.request.num_passed += 1
                 continue
@@ -187,6 +197,7 @@ class Scheduler:
                 blocked = sequence
                 if sequence.request.blocked_since is None:
                     sequence.request.blocked_since = now
+            self.num_awaiting += is_awaiting
             num_blocked += 1
             position += 1
         for sequence, chunk in chunks.items():
@@ -217,17 +228,49 @@ class Scheduler:
         insort(self.running, sequence, key=_rank)
         return True
 
+    def _computing(self) -> list[Sequence]:
+        """List the running sequences that have blocks whose hash is known and whose KV is not computed yet."""
+        if self._prefix_cache is None:
+            return []
+        return [sequence for sequence in self.running if sequence.num_published < len(sequence.hashes)]
+
+    def _is_awaiting(self, sequence: Sequence, computing: list[Sequence]) -> bool:
+        """Say whether the first block that `sequence` does not find is being computed by one of `computing` that comes before it.
+
+        Nothing is remembered: whatever becomes of the other one, the next step asks again.
+        """
+        if not computing:
+            return False
+        hashes = self._hash(sequence)
+        # A hash covers all tokens before its block, so who shares a later block shares the first one that is being computed.
+        before = [s for s in computing if s.rank < sequence.rank and _have_in_common(s.num_published, s.hashes, hashes)]
+        if not before:
+            return False
+        match = self._match(sequence, "whole")
+        index = len(match.block_ids)
+        if (index + 1) * self._pool.block_size > match.num_lookup_tokens:
+            return False
+        return any(s.num_published <= index and _have_in_common(index, s.hashes, hashes) for s in before)
+
     def _match(self, sequence: Sequence, extent: Literal["whole", "partial"]) -> Match:
         """Look for cached blocks, leaving at least one token to compute, and those whose logprobs are wanted."""
         if self._prefix_cache is None:
             return NO_MATCH
         request = sequence.request
-        sequence.hashes = self._prefix_cache.block_hashes(sequence.tokens, request.namespace, sequence.hashes)
+        hashes = self._hash(sequence)
         max_tokens = sequence.num_tokens - 1
         if request.lacks_prompt_logprobs:
             max_tokens = min(max_tokens, len(request.prompt_logprobs))
         token_ids = sequence.tokens if extent == "partial" else ()
-        return self._prefix_cache.match(sequence.hashes, max_tokens, token_ids, request.namespace)
+        return self._prefix_cache.match(hashes, max_tokens, token_ids, request.namespace)
+
+    def _hash(self, sequence: Sequence) -> list[bytes]:
+        """Return the hashes of all its full blocks, computing those that are new."""
+        if self._prefix_cache is not None and len(sequence.hashes) < sequence.num_tokens // self._pool.block_size:
+            sequence.hashes = self._prefix_cache.block_hashes(
+                sequence.tokens, sequence.request.namespace, sequence.hashes
+            )
+        return sequence.hashes
 
     def _has_room(self, sequence: Sequence, match: Match) -> bool:
         if self._slots_used() + sequence.num_slots > self.max_running:
@@ -265,6 +308,10 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
+
+
+def _have_in_common(index: int, some: list[bytes], others: list[bytes]) -> bool:
+    return index < len(some) and index < len(others) and some[index] == others[index]
 
 
 def _discard(ordered: list[Sequence], sequence: Sequence) -> bool:

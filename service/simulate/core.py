@@ -80,8 +80,8 @@ class CountingCore(EngineCore):
             num_tokens += count
             num_context += end
             num_pairs += end if count == 1 else count * end - count * (count - 1) // 2
-        # If every running sequence decodes, the next step is like this one; see `num_quiet_steps`.
-        self._is_quiet = num_tokens == len(plan.grants) == len(scheduler.running)
+        # If every running sequence decodes, the next step is like this one; see `num_quiet_steps`. Whoever awaits a block may come in.
+        self._is_quiet = num_tokens == len(plan.grants) == len(scheduler.running) and not scheduler.num_awaiting
         return Work(num_tokens, num_context, num_pairs)
 
     def settle(self) -> Settled:

@@ -100,10 +100,15 @@ def test_a_block_is_found_by_a_later_request_as_soon_as_its_last_slot_is_compute
 
 def test_twins_that_prefill_together_keep_their_own_blocks_while_others_take_every_free_one() -> None:
     """BLK-08: an equal block already published is not merged under a running sequence."""
-    driver = CoreDriver(num_blocks=140, max_num_seqs=12, token_budget=64)
+    driver = CoreDriver(num_blocks=140, max_num_seqs=12, token_budget=16)
     prompt = prompt_of(22)
-    twins = [driver.add(prompt, max_tokens=200) for _ in range(2)]
-    for _ in range(21):
+    twins = [driver.add(prompt, max_tokens=200, priority=1)]
+    driver.step()
+    twins.append(driver.add(prompt, max_tokens=200))  # more urgent, so it does not wait for the other's fifth block
+    batch = driver.step()
+    assert batch is not None
+    assert [entry.start for entry in batch.entries] == [16, 16]
+    for _ in range(20):
         driver.step()
     others = [driver.add(prompt_of(30, start=i), max_tokens=60) for i in range(20, 30)]
     least_free = 10**6
