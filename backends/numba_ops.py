@@ -8,22 +8,17 @@ call, and a second thread only where there is work for it. Invariant: each row o
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from backends.numba_kernels.linear import PANEL, linear_kernel
+from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kernel
 from backends.numba_kernels.packing import pack_kernel
-from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel
-from backends.numba_kernels.threads import Kernel
+from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel, scale_kernel
 from backends.ops import Activation, Linear, TorchOps
-from backends.torch_threads import calling_thread_only
 
-# Elements under which a second thread costs more than it saves.
-PARALLEL_ELEMENTS = 1 << 15
 # Up to so many rows of x, an item is one panel, read once. Beyond, an item is a block of panels and rows that stays in the caches; the
 # speed hardly depends on its size, so it is small, to leave every thread a fair share of a prompt of 64 tokens.
 STREAM_ROWS = 48
@@ -69,18 +64,14 @@ class PackedLinear:
         parts = [self._panels(0, full), self._panels(full, self.num_outputs)]
         return torch.cat([part.transpose(1, 2).reshape(-1, self.num_inputs) for part in parts if part.numel()])
 
-    @calling_thread_only()
     def rows(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` of the weight, [len(ids), K]: what an embedding that shares this weight looks up."""
-        full = self.num_outputs // PANEL * PANEL
-        if full == self.num_outputs:
-            return self._panels(0, full)[ids // PANEL, :, ids % PANEL].reshape(-1, self.num_inputs)
-        inside = ids < full
-        result = torch.empty(ids.shape[0], self.num_inputs, dtype=torch.bfloat16)
-        low, high = ids[inside], ids[~inside] - full
-        result[inside] = self._panels(0, full)[low // PANEL, :, low % PANEL].reshape(-1, self.num_inputs)
-        result[~inside] = self._panels(full, self.num_outputs)[0][:, high].transpose(0, 1).reshape(-1, self.num_inputs)
-        return result
+        """Return rows `ids` [T] int64 of the weight, [T, K]: what an embedding that shares this weight looks up."""
+        T, K = ids.shape[0], self.num_inputs
+        found = torch.empty((T, K), dtype=torch.bfloat16)
+        copy_panel_rows_kernel().start(
+            T * K, ids.data_ptr(), T, self._address, self.num_outputs, K // 2, found.data_ptr(), K * 2
+        )
+        return found
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply; sums in float32, one rounding."""
@@ -114,6 +105,8 @@ class NumbaOps(TorchOps):
         self._norm = norm_kernel(is_bf16)
         self._rotary = rotary_kernel(is_bf16)
         self._gate = gate_kernel(is_bf16)
+        self._scale = scale_kernel(is_bf16)
+        self._copy = copy_rows_kernel()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Pack a bfloat16 weight into panels; keep a float32 one (or an odd shape) for torch."""
@@ -122,6 +115,24 @@ class NumbaOps(TorchOps):
             return super().pack_linear(weight, bias)
         return PackedLinear(weight, bias, unpack_rows=128 if _has_matrix_tiles() else None)
 
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Copy row by row."""
+        T, (V, N), size = ids.shape[0], table.shape, table.element_size()
+        if table.stride(1) != 1 or not ids.is_contiguous() or N * size % 4:
+            return super().rows(table, ids)
+        found = torch.empty((T, N), dtype=table.dtype)
+        row = table.stride(0) * size
+        self._copy.start(T * N, ids.data_ptr(), T, table.data_ptr(), row, V, found.data_ptr(), N * size, N * size)
+        return found
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiply in float32 and round once."""
+        T, N = x.shape
+        if N % 16 or x.dtype != self._dtype or x.stride(1) != 1:
+            super().scale_(x, factor)
+            return
+        self._scale.start(T * N, x.data_ptr(), x.stride(0) * self._size, T, N, _float_bits(factor))
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise each row in one pass over the cache-resident row."""
         T, N = x.shape
@@ -129,8 +140,8 @@ class NumbaOps(TorchOps):
             return super().rms_norm(x, weight, eps)
         y = torch.empty((T, N), dtype=self._dtype)
         weight = weight.float()
-        _start(self._norm, T * N)(
-            x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, 0, 0, weight.data_ptr(), T, 1, N, _float_bits(eps)
+        self._norm.start(
+            T * N, x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, 0, 0, weight.data_ptr(), T, 1, N, _float_bits(eps)
         )  # fmt: skip
         return y
 
@@ -147,8 +158,8 @@ class NumbaOps(TorchOps):
             return super().add_rms_norm(x, residual, weight, eps)
         y = torch.empty((T, N), dtype=self._dtype)
         weight = weight.float()
-        _start(self._norm, T * N)(
-            x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, residual.data_ptr(), residual.stride(0) * self._size,
+        self._norm.start(
+            T * N, x.data_ptr(), x.stride(0) * self._size, 0, y.data_ptr(), N * self._size, 0, residual.data_ptr(), residual.stride(0) * self._size,
             weight.data_ptr(), T, 1, N, _float_bits(eps),
         )  # fmt: skip
         return y
@@ -161,8 +172,8 @@ class NumbaOps(TorchOps):
             return
         weight = weight.float()
         row, head = x.stride(0) * self._size, x.stride(1) * self._size
-        _start(self._norm, T * H * D)(
-            x.data_ptr(), row, head, x.data_ptr(), row, head, 0, 0, weight.data_ptr(), T, H, D, _float_bits(eps)
+        self._norm.start(
+            T * H * D, x.data_ptr(), row, head, x.data_ptr(), row, head, 0, 0, weight.data_ptr(), T, H, D, _float_bits(eps)
         )  # fmt: skip
 
     def rotary_(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -181,8 +192,8 @@ class NumbaOps(TorchOps):
             return
         size = self._size
         Hkv = k.shape[1]
-        _start(self._rotary, T * (H + Hkv) * half * 2)(
-            q.data_ptr(), q.stride(0) * size, q.stride(1) * size, H, k.data_ptr(), k.stride(0) * size, k.stride(1) * size, Hkv,
+        self._rotary.start(
+            T * (H + Hkv) * half * 2, q.data_ptr(), q.stride(0) * size, q.stride(1) * size, H, k.data_ptr(), k.stride(0) * size, k.stride(1) * size, Hkv,
             cos.data_ptr(), cos.stride(0) * 4, sin.data_ptr(), sin.stride(0) * 4, T, half,
         )  # fmt: skip
 
@@ -195,17 +206,10 @@ class NumbaOps(TorchOps):
         y = torch.empty((T, half), dtype=self._dtype)
         size = self._size
         kind = SILU if activation == "silu" else GELU_TANH
-        _start(self._gate, T * width)(
-            gate_up.data_ptr(), gate_up.stride(0) * size, half * size, y.data_ptr(), half * size, T, half, kind
+        self._gate.start(
+            T * width, gate_up.data_ptr(), gate_up.stride(0) * size, half * size, y.data_ptr(), half * size, T, half, kind
         )  # fmt: skip
         return y
-
-
-def _start(kernel: Kernel, elements: int) -> Callable[..., None]:
-    """Choose how to run: here and at once for a little work, on torch's threads for more."""
-    if elements < PARALLEL_ELEMENTS:
-        return kernel.run
-    return partial(kernel.launch, torch.get_num_threads())
 
 
 def _has_matrix_tiles() -> bool:

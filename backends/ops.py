@@ -29,6 +29,14 @@ class Ops(Protocol):
         """Prepare x @ weight.T + bias for weight [N, K]. May keep `weight` in another layout: the caller drops its own reference."""
         ...
 
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Return rows `ids` [T] int64 of table [V, N] in new memory, [T, N]."""
+        ...
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiply x [T, N] in place by a number that x's dtype can hold."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return x [T, N] over its root mean square, times weight [N] (float32 or x's dtype), in x's dtype."""
         ...
@@ -58,6 +66,14 @@ class TorchOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """Keep the weight as it is."""
         return lambda x: functional.linear(x, weight, bias)
+
+    def rows(self, table: Tensor, ids: Tensor) -> Tensor:
+        """Look up."""
+        return table.index_select(0, ids)
+
+    def scale_(self, x: Tensor, factor: float) -> None:
+        """Multiply."""
+        x.mul_(factor)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise in float32 and round once."""

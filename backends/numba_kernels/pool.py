@@ -46,6 +46,7 @@ from backends.numba_kernels.atomics import (
     system_call,
 )
 from backends.numba_kernels.compiling import compile_body, source_key
+from backends.numba_kernels.vectors import read_int64, write_int64
 
 # Longer than Python needs from one launch of a step to the next, shorter than anything that a person or a bill would notice.
 SPIN_NS = 50_000
@@ -126,6 +127,13 @@ def _launch(block: int, function: int, argument: int, workers: int) -> None:
     if not compare_and_set(block + _OWNER, 0, 1):
         call(function, argument)
         return
+    _share(block, function, argument, workers)
+    store(block + _OWNER, 0)
+
+
+@njit(nogil=True)
+def _share(block: int, function: int, argument: int, workers: int) -> None:
+    """Run a job with the workers that come; for the owner of the pool."""
     store(block + _JOB_FUNCTION, function)
     store(block + _JOB_ARGUMENT, argument)
     store(block + _JOB_WORKERS, workers)
@@ -139,7 +147,25 @@ def _launch(block: int, function: int, argument: int, workers: int) -> None:
     state = keep_bits(block + _STATE, ~_OPEN) & ~_OPEN
     if state & _INSIDE:
         _wait(block)
-    store(block + _OWNER, 0)
+
+
+@njit(nogil=True)
+def _replay(block: int, operations: int, num_operations: int, patches: int, num_patches: int, rows: int) -> None:
+    """Run a program of `recording` for `rows` rows: one job after the other, each as `_launch` would run it."""
+    for index in range(num_patches):
+        patch = patches + index * 24
+        write_int64(read_int64(patch), rows * read_int64(patch + 8) + read_int64(patch + 16))
+    is_owner = compare_and_set(block + _OWNER, 0, 1)
+    for index in range(num_operations):
+        operation = operations + index * 32
+        function, arguments, threads = read_int64(operation), read_int64(operation + 8), read_int64(operation + 16)
+        write_int64(arguments, 0)  # the counter that items are drawn from
+        if threads > 1 and is_owner and rows >= read_int64(operation + 24):
+            _share(block, function, arguments, threads - 1)
+        else:
+            call(function, arguments)
+    if is_owner:
+        store(block + _OWNER, 0)
 
 
 @njit(nogil=True)
@@ -168,8 +194,8 @@ def _stop(block: int) -> None:
 
 
 @lru_cache(maxsize=1)
-def _compiled() -> tuple[Any, Any, Any]:
-    """Compile the parts of the worker, of the launching thread and of whoever stops them, or load them from the cache."""
+def _compiled() -> tuple[Any, Any, Any, Any]:
+    """Compile the parts of the worker, of the launching thread (two) and of whoever stops them, or load them from the cache."""
     key = source_key()
 
     def pool_worker(block: int) -> None:
@@ -180,11 +206,22 @@ def _compiled() -> tuple[Any, Any, Any]:
         if key:
             _launch(block, function, argument, workers)
 
+    def pool_replay(
+        block: int, operations: int, num_operations: int, patches: int, num_patches: int, rows: int
+    ) -> None:
+        if key:
+            _replay(block, operations, num_operations, patches, num_patches, rows)
+
     def pool_stop(block: int) -> None:
         if key:
             _stop(block)
 
-    return compile_body(pool_worker), compile_body(pool_launch, types.void(*[types.int64] * 4)), compile_body(pool_stop)
+    return (
+        compile_body(pool_worker),
+        compile_body(pool_launch, types.void(*[types.int64] * 4)),
+        compile_body(pool_replay, types.void(*[types.int64] * 6)),
+        compile_body(pool_stop),
+    )
 
 
 class WorkerPool:
@@ -193,9 +230,10 @@ class WorkerPool:
     def __init__(self) -> None:
         """Start no thread yet."""
         self._code = _compiled()  # owns the machine code
-        worker, launch, stop = self._code
+        worker, launch, replay, stop = self._code
         self._work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(worker.address)
         self._launch = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(launch.address)
+        self._replay = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 6)(replay.address)
         self._stop = ctypes.CFUNCTYPE(None, ctypes.c_int64)(stop.address)
         self.begin_anew()
 
@@ -230,6 +268,14 @@ class WorkerPool:
         if num_threads > len(self._threads) + 1:
             self._grow(num_threads)
         self._launch(self._block, function, argument, num_threads - 1)
+
+    def replay(
+        self, operations: int, num_operations: int, patches: int, num_patches: int, rows: int, num_threads: int
+    ) -> None:
+        """Run a program of `recording` (its arrays by address) for `rows` rows, on at most `num_threads` threads, and return when it is done."""
+        if num_threads > len(self._threads) + 1:
+            self._grow(num_threads)
+        self._replay(self._block, operations, num_operations, patches, num_patches, rows)
 
     def stop(self) -> None:
         """End the workers and wait for them; later launches run alone."""

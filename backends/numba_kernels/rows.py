@@ -149,6 +149,21 @@ def _activate(typing_context: Any, tag: Any, gate: Any, up: Any, target: Any, co
     return types.void(tag, *[types.int64] * 5), generate
 
 
+@intrinsic
+def _scale(typing_context: Any, tag: Any, row: Any, count: Any, factor: Any) -> Any:
+    """row *= factor."""
+    is_bf16 = is_bfloat16(tag)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, row, count, factor = arguments
+        wide = emit_splat(b, factor, VF)
+        with _vectors(b, count) as (i, _):
+            _write(b, is_bf16, row, i, b.fmul(_read(b, is_bf16, row, i), wide))
+        return context.get_dummy_value()
+
+    return types.void(tag, types.int64, types.int64, types.float32), generate
+
+
 @njit(nogil=True, error_model="numpy")
 def _norm(arguments: int, tag: Any) -> None:
     """Arguments: counter, x, x row stride, x head stride, y, y row stride, y head stride, residual (0: none), its row stride, weight, T, H, N, eps."""
@@ -220,6 +235,19 @@ def _gate(arguments: int, tag: Any) -> None:
             _activate(tag, source, source + up, y + t * y_row, width, kind)
 
 
+@njit(nogil=True, error_model="numpy")
+def _scale_rows(arguments: int, tag: Any) -> None:
+    """Arguments: counter, x, x row stride, T, N, factor."""
+    x, x_row, T = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
+    N, factor = read_int64(arguments + 32), read_float(arguments + 40)
+    while True:
+        first = take_next(arguments) * ROWS_PER_ITEM
+        if first >= T:
+            break
+        for t in range(first, min(first + ROWS_PER_ITEM, T)):
+            _scale(tag, x + t * x_row, N, factor)
+
+
 @lru_cache(maxsize=2)
 def norm_kernel(is_bf16: bool) -> Kernel:
     """Compile the norms for one element type, or load them from the cache."""
@@ -266,3 +294,19 @@ def gate_kernel(is_bf16: bool) -> Kernel:
             _gate(arguments, np.float32(0))
 
     return Kernel(gate_bf16 if is_bf16 else gate_f32, 8)
+
+
+@lru_cache(maxsize=2)
+def scale_kernel(is_bf16: bool) -> Kernel:
+    """Compile the multiplication by a number for one element type, or load it from the cache."""
+    key = source_key()
+
+    def scale_bf16(arguments: int) -> None:
+        if key:
+            _scale_rows(arguments, np.uint16(0))
+
+    def scale_f32(arguments: int) -> None:
+        if key:
+            _scale_rows(arguments, np.float32(0))
+
+    return Kernel(scale_bf16 if is_bf16 else scale_f32, 5)

@@ -15,7 +15,6 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from backends.interface import AttentionBackend, AttentionLayer
 from backends.kv_cache import KVCache, KVCacheSpec
@@ -64,7 +63,7 @@ class Decoder:
         # The norm that follows a layer's last addition: the next layer's first, or the final one.
         self._next_norms = (*(layer.attention_norm for layer in self._layers[1:]), weights.final_norm)
         self._head: Linear = ops.pack_linear(weights.head)
-        self._embed: Callable[[Tensor], Tensor] = partial(functional.embedding, weight=weights.embedding)
+        self._embed: Callable[[Tensor], Tensor] = partial(ops.rows, weights.embedding)
         packed: object = self._head
         if config.tie_embeddings and isinstance(packed, SharedRows):
             self._embed = packed.rows
@@ -122,10 +121,10 @@ class Decoder:
         eps, activation, head_size, split = config.rms_norm_eps, config.activation, config.head_size, self._split
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         num_tokens = token_ids.shape[0]
-        rotations = [(rope.cos.index_select(0, positions), rope.sin.index_select(0, positions)) for rope in self._ropes]
+        rotations = [(ops.rows(rope.cos, positions), ops.rows(rope.sin, positions)) for rope in self._ropes]
         residual = self._embed(token_ids)  # [T, N], ours to change
         if self._embedding_scale is not None:
-            residual.mul_(self._embedding_scale)
+            ops.scale_(residual, self._embedding_scale)
         attended = torch.empty((num_tokens, config.num_heads, head_size), dtype=self.dtype, device=self.device)
         attended_flat = attended.view(num_tokens, config.num_heads * head_size)  # one buffer serves every layer
 

@@ -175,3 +175,29 @@ def test_types_without_kernels_run_in_torch(factory: torch.dtype) -> None:
     assert type(ops) is TorchOps
     x = torch.ones(2, 16, dtype=factory)
     assert math.isclose(ops.rms_norm(x, torch.ones(16), 0.0).mean().item(), 1.0, rel_tol=1e-3)
+
+
+@pytest.mark.parametrize("width", [64, 20, 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 100])
+def test_rows_are_looked_up_by_number(dtype: torch.dtype, num_rows: int, width: int) -> None:
+    table = random_numbers(37, width + 4, dtype=dtype)[:, :width]
+    ids = torch.randint(0, 37, (num_rows,))
+    assert torch.equal(ops_for(dtype).rows(table, ids), table[ids])
+
+
+def test_a_number_without_a_row_gives_nan_and_reads_nothing() -> None:
+    """What such a token would compute then fails as not finite, and its neighbours do not."""
+    ids = torch.tensor([3, -1, 48, 1 << 60, 47])
+    table = random_numbers(48, 64, dtype=torch.bfloat16)
+    for found in (ops_for(torch.bfloat16).rows(table, ids), PackedLinear(table).rows(ids)):
+        assert found[1:4].isnan().all()
+        assert torch.equal(found[[0, 4]], table[[3, 47]])
+
+
+@pytest.mark.parametrize("width", [576, 20])
+def test_scaling_rounds_once(dtype: torch.dtype, width: int) -> None:
+    x = random_numbers(9, width + 16, dtype=dtype)[:, :width]
+    factor = float(torch.tensor(width**0.5, dtype=dtype))
+    wanted = x * factor
+    ops_for(dtype).scale_(x, factor)
+    assert torch.equal(x, wanted)
