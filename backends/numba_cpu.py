@@ -18,25 +18,17 @@ from torch import Tensor
 
 from backends.interface import AttentionLayer, AttentionMetadata, DeviceInfo
 from backends.kv_cache import KVCacheSpec
-from backends.numba_kernels.attention import (
-    FP8,
-    INT8,
-    PLAIN,
-    TILE_FIELDS,
-    attend_kernel,
-    merge_kernel,
-    store_kernel,
-    store_quantised_kernel,
-)
+from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.parts import HEADER_FIELDS, PART_KEYS, QUERY_FIELDS, TILE_FIELDS
+from backends.numba_kernels.quantised import FP8, INT8, PLAIN
+from backends.numba_kernels.storing import store_kernel, store_quantised_kernel
 from backends.numba_kernels.threads import describe_threads
 from backends.numba_kernels.vectors import HAS_BF16_DOT, HAS_WIDE
 
 # Rows of (query, head) in a tile: enough that packing keys costs a few percent, few enough that the tile stays in L2.
 TILE_ROWS = 48
-# Keys of one part of a decode; longer contexts are split so that a batch of one still uses every thread.
-PART_KEYS = 1024
-# Under this many bytes of keys and values a second thread costs more than it saves.
-PARALLEL_BYTES = 1 << 17
+# Decodes are cut into parts until each thread has so many tiles of about the same size.
+TILES_PER_THREAD = 4
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _ELEMENTS: Mapping[torch.dtype | None, str] = MappingProxyType({torch.int8: INT8, torch.float8_e4m3fn: FP8})
@@ -44,17 +36,20 @@ _ELEMENTS: Mapping[torch.dtype | None, str] = MappingProxyType({torch.int8: INT8
 
 @dataclass(frozen=True, slots=True)
 class NumbaPlan:
-    """Tiles and merges of one step, with the tensors that they point into."""
+    """One step as kernels read it, see `numba_kernels.parts`. `header` holds addresses of the other arrays and must not outlive them.
 
+    Launches that were recorded with this plan compute another step once its header has been copied into this one's.
+    """
+
+    header: npt.NDArray[np.int64]  # [HEADER_FIELDS]
+    address: int  # of the header
+    tiles: npt.NDArray[np.int64]  # [tiles, TILE_FIELDS]
+    queries: npt.NDArray[np.int64]  # [T, QUERY_FIELDS]
     slots: Tensor  # [T] int64
     tables: Tensor  # [S, max_blocks] int32
-    tiles: npt.NDArray[np.int64]  # [tiles, TILE_FIELDS]
-    merges: npt.NDArray[np.int64]  # [merges, 4]
-    part_sums: Tensor  # [parts, widest H * D] float32
-    part_states: Tensor  # [parts, widest H, 2] float32
-    num_rows: int  # rows of q that belong to a sequence
-    num_keys: int  # keys that tiles read, over all tiles
-    max_rows: int  # most rows of (query, head) of a tile
+    part_sums: Tensor  # [places, widest H * D] float32
+    part_states: Tensor  # [places, widest H, 2] float32
+    parts_done: npt.NDArray[np.int64]  # [T, widest Hkv], zero between launches
     num_threads: int
 
 
@@ -88,8 +83,6 @@ class NumbaCpuBackend:
         elements = _ELEMENTS.get(spec.quantised, PLAIN)
         report("preparing kernels: attention")
         attend_kernel(is_bf16, elements)
-        report("preparing kernels: merge of split contexts")
-        merge_kernel(is_bf16)
         report("preparing kernels: key and value writes")
         if elements:
             store_quantised_kernel(is_bf16, elements)
@@ -97,57 +90,67 @@ class NumbaCpuBackend:
             store_kernel()
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> NumbaPlan:
-        """Cut the step into tiles of at most TILE_ROWS rows, and decodes with more than PART_KEYS keys into parts."""
+        """Cut the step into tiles of at most TILE_ROWS rows, and long decodes into parts where threads would else be idle.
+
+        How a row's keys are cut into tiles changes no bit of its result (see `numba_kernels.parts`).
+        """
         starts: list[int] = meta.query_start_loc.tolist()
         lengths: list[int] = meta.seq_lens.tolist()
+        T, num_threads = meta.num_tokens, torch.get_num_threads()
         table_bytes = meta.block_tables.stride(0) * 4
-        group = max((layer.num_heads // layer.num_kv_heads for layer in layers), default=1)
-        run = max(1, TILE_ROWS // group)
+        run = max(1, TILE_ROWS // max((layer.num_heads // layer.num_kv_heads for layer in layers), default=1))
+        share = max(PART_KEYS * 3 // 2, sum(lengths) // (TILES_PER_THREAD * num_threads))
         tiles: list[tuple[int, ...]] = []
-        merges: list[tuple[int, int, int, int]] = []
-        num_parts = num_keys = longest = 0
+        queries = np.zeros((T, QUERY_FIELDS), np.int64)  # row of q, position, place of its first part, number of parts
+        queries[:, 0] = np.arange(T)
+        num_places = longest = 0
         for s, length in enumerate(lengths):
             row, count = starts[s], starts[s + 1] - starts[s]
             position, table = length - count, s * table_bytes
+            queries[row : row + count, 1] = np.arange(position, length)
             longest = max(longest, min(run, count))
-            if count <= run and length > PART_KEYS:
+            if 0 < count <= run and length > share:
                 parts = (length + PART_KEYS - 1) // PART_KEYS
                 for part in range(parts):
                     first = part * PART_KEYS
-                    tiles.append(
-                        (
-                            row,
-                            count,
-                            position,
-                            first,
-                            min(first + PART_KEYS, length),
-                            table,
-                            num_parts + part * count + 1,
-                        )
-                    )
-                merges.extend((row + i, num_parts + i, parts, count) for i in range(count))
-                num_parts += parts * count
-                num_keys += length
+                    tiles.append((row, count, first, min(first + PART_KEYS, length), table, part + 1))
+                queries[row : row + count, 2] = num_places + np.arange(count) * parts
+                queries[row : row + count, 3] = parts
+                num_places += parts * count
                 continue
             # The last queries of a prompt see the most keys: they go first, so that no thread starts the longest tile last.
             for first in range((count - 1) // run * run, -1, -run):
-                queries = min(run, count - first)
-                last = position + first + queries
-                tiles.append((row + first, queries, position + first, 0, last, table, 0))
-                num_keys += max(last, 0)
-        width = max((layer.num_heads * layer.head_size for layer in layers), default=0) if num_parts else 0
-        heads = max((layer.num_heads for layer in layers), default=0) if num_parts else 0
+                size = min(run, count - first)
+                tiles.append((row + first, size, 0, max(position + first + size, 0), table, 0))
+        # Rows that belong to no sequence stand at no position and see no key: they become zeros.
+        for row in range(starts[-1], T, run):
+            queries[row : row + run, 1] = -1
+            tiles.append((row, min(run, T - row), 0, 0, 0, 0))
+            longest = max(longest, min(run, T - row))
+        width = max((layer.num_heads * layer.head_size for layer in layers), default=0) if num_places else 0
+        heads = max((layer.num_heads for layer in layers), default=0) if num_places else 0
+        tile_array = np.array(tiles, dtype=np.int64).reshape(-1, TILE_FIELDS)
+        part_sums, part_states = torch.empty(num_places, width), torch.empty(num_places, heads, 2)
+        parts_done = np.zeros(T * heads, np.int64)
+        header = np.array(
+            (
+                meta.slot_mapping.data_ptr(), meta.block_tables.data_ptr(), tile_array.ctypes.data, len(tiles),
+                queries.ctypes.data, part_sums.data_ptr(), part_states.data_ptr(), parts_done.ctypes.data, T, longest,
+            ),
+            dtype=np.int64,
+        )  # fmt: skip
+        assert len(header) == HEADER_FIELDS
         return NumbaPlan(
+            header=header,
+            address=header.ctypes.data,
+            tiles=tile_array,
+            queries=queries,
             slots=meta.slot_mapping,
             tables=meta.block_tables,
-            tiles=np.array(tiles, dtype=np.int64).reshape(-1, TILE_FIELDS),
-            merges=np.array(merges, dtype=np.int64).reshape(-1, 4),
-            part_sums=torch.empty(num_parts, width),
-            part_states=torch.empty(num_parts, heads, 2),
-            num_rows=starts[-1],
-            num_keys=num_keys,
-            max_rows=longest * group,
-            num_threads=torch.get_num_threads(),
+            part_sums=part_sums,
+            part_states=part_states,
+            parts_done=parts_done,
+            num_threads=num_threads,
         )
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: NumbaPlan) -> None:
@@ -156,22 +159,22 @@ class NumbaCpuBackend:
         wanted = _kernel_dtype(k, layer)
         if k.dtype != wanted:
             k, v = k.to(wanted), v.to(wanted)
-        T, Hkv, D = k.shape
+        _, Hkv, D = k.shape
         size = k.element_size()
         k_row, k_head, k_step = k.stride()
         v_row, v_head, v_step = v.stride()
-        assert (k_step == 1 and v_step == 1) or D == 1 or T == 0, "the last dimension of k and v must be contiguous"
-        num_threads = plan.num_threads if T * Hkv * D * size > PARALLEL_BYTES else 1
+        assert k_step == 1, "the last dimension of k must be contiguous"
+        assert v_step == 1, "the last dimension of v must be contiguous"
         rows = (k.data_ptr(), k_row * size, k_head * size, v.data_ptr(), v_row * size, v_head * size)
-        slots = (plan.slots.data_ptr(), T, Hkv, cache.shape[3])
+        step = (plan.address, Hkv, cache.shape[3])
         if layer.scales is None:
-            store_kernel().launch(num_threads, *rows, *_cache_arguments(cache), *slots, D * size)
+            store_kernel().launch(plan.num_threads, *rows, *_cache_arguments(cache), *step, D * size)
         else:
             kernel = store_quantised_kernel(k.dtype == torch.bfloat16, _ELEMENTS[cache.dtype])
-            kernel.launch(num_threads, *rows, *_cache_arguments(cache), *slots, D, *_scale_arguments(layer))
+            kernel.launch(plan.num_threads, *rows, *_cache_arguments(cache), *step, D, *_scale_arguments(layer))
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: NumbaPlan, out: Tensor, lse: Tensor | None = None) -> None:
-        """Attend over all tiles, then merge split contexts. Rows of q past the last sequence (padding) become zeros and -inf."""
+        """Attend over all tiles, merging split contexts. Rows of q past the last sequence (padding) become zeros and -inf."""
         cache = layer.cache
         wanted = _kernel_dtype(q, layer)
         if q.dtype != wanted or out.dtype != wanted:
@@ -188,24 +191,12 @@ class NumbaCpuBackend:
         assert lse is None or lse.stride(1) == 1, "the last dimension of lse must be contiguous"
         H, Hkv, D = layer.num_heads, layer.num_kv_heads, layer.head_size
         lse_address, lse_row = (lse.data_ptr(), lse.stride(0) * 4) if lse is not None else (0, 0)
-        read_bytes = plan.num_keys * Hkv * D * size
         attend_kernel(is_bf16, _ELEMENTS.get(cache.dtype, PLAIN)).launch(
-            plan.num_threads if read_bytes > PARALLEL_BYTES else 1,
+            plan.num_threads,
             q.data_ptr(), q_row * size, q_head * size, out.data_ptr(), out_row * size, out_head * size, lse_address, lse_row,
-            *_cache_arguments(cache),
-            plan.tiles.ctypes.data, len(plan.tiles), plan.tables.data_ptr(), cache.shape[3], D, H // Hkv, Hkv, layer.window or 0,
-            _float_bits(layer.scale), _float_bits(layer.soft_cap or 0.0),
-            plan.part_sums.data_ptr(), plan.part_states.data_ptr(), plan.max_rows, *_scale_arguments(layer),
+            *_cache_arguments(cache), plan.address, cache.shape[3], D, H // Hkv, Hkv, layer.window or 0,
+            _float_bits(layer.scale), _float_bits(layer.soft_cap or 0.0), *_scale_arguments(layer),
         )  # fmt: skip
-        if len(plan.merges):
-            merge_kernel(is_bf16).launch(
-                plan.num_threads, out.data_ptr(), out_row * size, out_head * size, lse_address, lse_row,
-                plan.merges.ctypes.data, len(plan.merges), H, D, plan.part_sums.data_ptr(), plan.part_states.data_ptr(),
-            )  # fmt: skip
-        if plan.num_rows < q.shape[0]:
-            out[plan.num_rows :] = 0
-            if lse is not None:
-                lse[plan.num_rows :] = -torch.inf
 
 
 def _kernel_dtype(rows: Tensor, layer: AttentionLayer) -> torch.dtype:

@@ -17,7 +17,6 @@ the weights.
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +24,28 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
-from backends.numba_kernels.quantised import is_quantised, quantise_row, scale_vector, widen_row
+from backends.numba_kernels.parts import (
+    MAX_QUERIES,
+    NO_SCORE,
+    NUM_TILES,
+    PART_KEYS,
+    QUERIES,
+    QUERY_FIELDS,
+    QUERY_POSITION,
+    QUERY_ROW,
+    TABLES,
+    TILE_COUNT,
+    TILE_FIELDS,
+    TILE_PART,
+    TILE_QUERY,
+    TILE_TABLE,
+    TILES,
+    deliver,
+    fold,
+    key_range,
+    merge_if_last,
+)
+from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised, scale_vector, widen_row
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
@@ -42,12 +62,9 @@ from backends.numba_kernels.vectors import (
     weigh_row,
     write_float,
     write_int64,
-    write_row,
 )
 
 KEYS = 64  # keys of one pass
-TILE_FIELDS = 7  # int64 fields of a tile, see `_attend`
-NO_SCORE = -1e30
 
 
 @njit(nogil=True, error_model="numpy")
@@ -91,8 +108,8 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     """Attend over tiles. `tag` and `size` (bytes) are the type of the queries, `kind` that of the pool's elements.
 
     Arguments: counter, q, its row and head strides, out, its row and head strides, lse, its row stride, cache, block stride, value offset,
-    head stride, slot stride, tiles, number of tiles, tables, B, D, G, Hkv, window, scale, cap, part sums, part states, most rows of a tile;
-    scales, block stride, value offset, head stride (all 0 unless the pool is quantised).
+    head stride, slot stride, plan header, B, D, G, Hkv, window, scale, cap; scales, block stride, value offset, head stride (all 0 unless
+    the pool is quantised).
     """
     q, q_row, q_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
     out, out_row, out_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
@@ -103,17 +120,14 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         read_int64(arguments + 96),
         read_int64(arguments + 104),
     )
-    tiles, num_tiles = read_int64(arguments + 112), read_int64(arguments + 120)
-    tables, B, D = read_int64(arguments + 128), read_int64(arguments + 136), read_int64(arguments + 144)
-    G, Hkv, window = read_int64(arguments + 152), read_int64(arguments + 160), read_int64(arguments + 168)
-    scale, cap = read_float(arguments + 176), read_float(arguments + 184)
-    part_sums, part_states, max_rows = (
-        read_int64(arguments + 192),
-        read_int64(arguments + 200),
-        read_int64(arguments + 208),
-    )
-    scales, scale_block_stride = read_int64(arguments + 216), read_int64(arguments + 224)
-    scale_value_offset, scale_head_stride = read_int64(arguments + 232), read_int64(arguments + 240)
+    header, B, D = read_int64(arguments + 112), read_int64(arguments + 120), read_int64(arguments + 128)
+    G, Hkv, window = read_int64(arguments + 136), read_int64(arguments + 144), read_int64(arguments + 152)
+    scale, cap = read_float(arguments + 160), read_float(arguments + 168)
+    scales, scale_block_stride = read_int64(arguments + 176), read_int64(arguments + 184)
+    scale_value_offset, scale_head_stride = read_int64(arguments + 192), read_int64(arguments + 200)
+    num_items = read_int64(header + NUM_TILES) * Hkv
+    max_rows = read_int64(header + MAX_QUERIES) * G
+    unit = np.float32(1)  # maxima are natural logarithms
 
     words = D * size // 4  # inner steps of a score
     length = D * size  # bytes of a key or value in the pool
@@ -122,17 +136,23 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         length = D
         widened = KEYS * (2 * D * size + 8 + 8)
     area = np.empty(
-        64 + max_rows * (D * size + KEYS * (4 + size) + D * 4 + 8 + 64) + 2 * KEYS * D * 4 + 2 * KEYS * 8 + widened,
+        64
+        + max_rows * (D * size + KEYS * (4 + size) + 2 * D * 4 + 16 + 64)
+        + 2 * KEYS * D * 4
+        + 2 * KEYS * 8
+        + widened,
         np.uint8,
     )
     queries = (area.ctypes.data + 63) // 64 * 64  # [rows, D]
     keys = queries + max_rows * D * size  # [words, KEYS] 32-bit words
     values = keys + KEYS * D * 4  # [KEYS or KEYS / 2, D] 32-bit words
     scores = values + KEYS * D * 4  # [rows, KEYS] float32
-    sums = scores + max_rows * KEYS * 4  # [rows, D] float32
-    weights = sums + max_rows * D * 4  # [rows, KEYS]
+    sums = scores + max_rows * KEYS * 4  # [rows, D] float32, of the part under way
+    folded_sums = sums + max_rows * D * 4  # the same of the parts before it
+    weights = folded_sums + max_rows * D * 4  # [rows, KEYS]
     states = weights + max_rows * KEYS * size  # [rows, 2] float32: maximum, sum
-    sources = states + max_rows * 8  # [KEYS] int64 addresses of keys
+    folded_states = states + max_rows * 8
+    sources = folded_states + max_rows * 8  # [KEYS] int64 addresses of keys
     sources_ahead = sources + KEYS * 8  # the same of the next pass
     key_scales = sources_ahead + KEYS * 8  # [KEYS] float32
     value_scales = key_scales + KEYS * 4
@@ -142,29 +162,30 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
 
     while True:
         item = take_next(arguments)
-        if item >= num_tiles * Hkv:
+        if item >= num_items:
             break
         head = item % Hkv
         head_cache = cache + head * head_stride
-        tile = tiles + item // Hkv * (TILE_FIELDS * 8)
-        row, count = read_int64(tile), read_int64(tile + 8)  # rows of q
-        position = read_int64(tile + 16)  # of the first query
-        key_first, key_last = read_int64(tile + 24), read_int64(tile + 32)
-        table = tables + read_int64(tile + 40)
-        part = read_int64(tile + 48)  # 0: the tile is whole; otherwise one more than its place among the parts
+        tile = read_int64(header + TILES) + item // Hkv * (TILE_FIELDS * 8)
+        query = read_int64(header + QUERIES) + read_int64(tile + TILE_QUERY) * (QUERY_FIELDS * 8)
+        count, part = read_int64(tile + TILE_COUNT), read_int64(tile + TILE_PART)
+        table = read_int64(header + TABLES) + read_int64(tile + TILE_TABLE)
         rows = count * G
         for r in range(rows):
-            source = q + (row + r // G) * q_row + (head * G + r % G) * q_head
-            copy_bytes(queries + r * D * size, source, D * size)
-            write_float(states + r * 8, np.float32(NO_SCORE))
-            write_float(states + r * 8 + 4, np.float32(0))
-            for d in range(0, D * 4, 8):
-                write_int64(sums + r * D * 4 + d, 0)
-        lowest = max(key_first, 0)
-        if window:
-            lowest = max(lowest, position - window + 1)
-        highest = min(key_last, position + count)
+            row = read_int64(query + r // G * (QUERY_FIELDS * 8) + QUERY_ROW)
+            copy_bytes(queries + r * D * size, q + row * q_row + (head * G + r % G) * q_head, D * size)
+        _clear(sums, states, rows, D)
+        lowest, highest = key_range(tile, query, window)
+        is_folded = False
         for start in range(lowest // KEYS * KEYS, highest, KEYS):
+            if start % PART_KEYS == 0 and start > lowest:
+                if is_folded:
+                    for r in range(rows):
+                        fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, unit)
+                else:
+                    sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
+                    is_folded = True
+                _clear(sums, states, rows, D)
             vectors = (min(KEYS, highest - start) + 15) // 16
             _locate(sources, vectors * 16, start, lowest, highest, table, B, head_cache, block_stride, slot_stride)
             ahead = min(KEYS, highest - start - KEYS)
@@ -199,7 +220,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
                     )
             _multiply(tag, rows, queries, D * size, keys, KEYS * 4, scores, KEYS * 4, vectors, words, False)
             for r in range(rows):
-                at = position + r // G
+                at = read_int64(query + r // G * (QUERY_FIELDS * 8) + QUERY_POSITION)
                 first = lowest
                 if window:
                     first = max(first, at - window + 1)
@@ -235,18 +256,28 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
                 tag, rows, weights, KEYS * size, values, D * 4, sums, D * 4, D // 16, vectors * 16 * size // 4, True
             )
         for r in range(rows):
-            q_head_index = head * G + r % G
-            if part:
-                place = (part - 1 + r // G) * Hkv * G + q_head_index
-                copy_bytes(part_sums + place * D * 4, sums + r * D * 4, D * 4)
-                copy_bytes(part_states + place * 8, states + r * 8, 8)
-            else:
-                target = out + (row + r // G) * out_row + q_head_index * out_head
-                log_sum = _finish(
-                    tag, sums + r * D * 4, target, D, read_float(states + r * 8), read_float(states + r * 8 + 4)
-                )
-                if lse:
-                    write_float(lse + (row + r // G) * lse_row + q_head_index * 4, log_sum)
+            if is_folded:
+                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, unit)
+            found, state = (folded_sums, folded_states) if is_folded else (sums, states)
+            own = query + r // G * (QUERY_FIELDS * 8)
+            deliver(
+                tag, header, own, head * G + r % G, part, G * Hkv, D, found + r * D * 4, state + r * 8,
+                out, out_row, out_head, lse, lse_row, unit,
+            )  # fmt: skip
+        if part:
+            for i in range(count):
+                own = query + i * (QUERY_FIELDS * 8)
+                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, unit)
+
+
+@njit(nogil=True, error_model="numpy")
+def _clear(sums: int, states: int, rows: int, D: int) -> None:
+    """Begin a part."""
+    for r in range(rows):
+        write_float(states + r * 8, np.float32(NO_SCORE))
+        write_float(states + r * 8 + 4, np.float32(0))
+    for d in range(0, rows * D * 4, 8):
+        write_int64(sums + d, 0)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -278,120 +309,6 @@ def _locate(
                 index, slot = index + 1, 0
                 address = cache + np.int64(read_int32(table + index * 4)) * block_stride
         write_int64(sources + t * 8, address)
-
-
-@njit(nogil=True, error_model="numpy")
-def _finish(tag: Any, sums: int, target: int, D: int, maximum: Any, total: Any) -> Any:
-    """Divide by the sum of the weights and write; returns the natural log-sum-exp. Zeros and -inf where no key was seen."""
-    if total == np.float32(0):
-        write_row(tag, sums, target, D, np.float32(0), 0)
-        return np.float32(-np.inf)
-    write_row(tag, sums, target, D, np.float32(1) / total, 0)
-    return np.float32(maximum + math.log(total))
-
-
-@njit(nogil=True, error_model="numpy")
-def _merge(arguments: int, tag: Any) -> None:
-    """Merge the parts of split tiles, in order. One item: one query head of one row.
-
-    Arguments: counter, out, out row stride, out head stride, lse, lse row stride, merges, number of merges, H, D, part sums, part states.
-    A merge is (row of q, first part, number of parts, parts' distance); part i of it is at first + i * distance.
-    """
-    out, out_row, out_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
-    lse, lse_row = read_int64(arguments + 32), read_int64(arguments + 40)
-    merges, num_merges = read_int64(arguments + 48), read_int64(arguments + 56)
-    H, D = read_int64(arguments + 64), read_int64(arguments + 72)
-    part_sums, part_states = read_int64(arguments + 80), read_int64(arguments + 88)
-    total_row = np.empty(D + 16, np.float32)
-    while True:
-        item = take_next(arguments)
-        if item >= num_merges * H:
-            break
-        head = item % H
-        merge = merges + item // H * 32
-        row, first = read_int64(merge), read_int64(merge + 8)
-        count, distance = read_int64(merge + 16), read_int64(merge + 24)
-        maximum = np.float32(NO_SCORE)
-        for i in range(count):
-            maximum = max(maximum, read_float(part_states + ((first + i * distance) * H + head) * 8))
-        total = np.float32(0)
-        total_row[:] = np.float32(0)
-        for i in range(count):
-            place = (first + i * distance) * H + head
-            factor = np.float32(math.exp(read_float(part_states + place * 8) - maximum))
-            total += factor * read_float(part_states + place * 8 + 4)
-            for d in range(D):
-                total_row[d] += factor * read_float(part_sums + (place * D + d) * 4)
-        log_sum = _finish(tag, total_row.ctypes.data, out + row * out_row + head * out_head, D, maximum, total)
-        if lse:
-            write_float(lse + row * lse_row + head * 4, log_sum)
-
-
-@njit(nogil=True, error_model="numpy")
-def _store(arguments: int) -> None:
-    """Copy keys and values into their slots. One item: 16 tokens.
-
-    Arguments: counter, k, k row stride, k head stride, v, v row stride, v head stride, cache, block stride, value offset, head stride,
-    slot stride, slots (int64), T, Hkv, B, bytes of a head's row.
-    """
-    k, k_row, k_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
-    v, v_row, v_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
-    cache, block_stride = read_int64(arguments + 56), read_int64(arguments + 64)
-    value_offset, head_stride, slot_stride = (
-        read_int64(arguments + 72),
-        read_int64(arguments + 80),
-        read_int64(arguments + 88),
-    )
-    slots, T, Hkv = read_int64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
-    B, length = read_int64(arguments + 120), read_int64(arguments + 128)
-    while True:
-        first = take_next(arguments) * 16
-        if first >= T:
-            break
-        for t in range(first, min(first + 16, T)):
-            slot = read_int64(slots + t * 8)
-            target = cache + slot // B * block_stride + slot % B * slot_stride
-            for h in range(Hkv):
-                copy_bytes(target + h * head_stride, k + t * k_row + h * k_head, length)
-                copy_bytes(target + h * head_stride + value_offset, v + t * v_row + h * v_head, length)
-
-
-@njit(nogil=True, error_model="numpy")
-def _store_quantised(arguments: int, tag: Any, kind: Any) -> None:
-    """Quantise keys and values into their slots. One item: 16 tokens.
-
-    Arguments: those of `_store` with D for the bytes of a row, then scales, their block stride, value offset and head stride.
-    """
-    k, k_row, k_head = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
-    v, v_row, v_head = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
-    cache, block_stride = read_int64(arguments + 56), read_int64(arguments + 64)
-    value_offset, head_stride, slot_stride = (
-        read_int64(arguments + 72),
-        read_int64(arguments + 80),
-        read_int64(arguments + 88),
-    )
-    slots, T, Hkv = read_int64(arguments + 96), read_int64(arguments + 104), read_int64(arguments + 112)
-    B, D = read_int64(arguments + 120), read_int64(arguments + 128)
-    scales, scale_block_stride = read_int64(arguments + 136), read_int64(arguments + 144)
-    scale_value_offset, scale_head_stride = read_int64(arguments + 152), read_int64(arguments + 160)
-    while True:
-        first = take_next(arguments) * 16
-        if first >= T:
-            break
-        for t in range(first, min(first + 16, T)):
-            slot = read_int64(slots + t * 8)
-            for h in range(Hkv):
-                target = cache + slot // B * block_stride + slot % B * slot_stride + h * head_stride
-                scale = scales + slot // B * scale_block_stride + slot % B * 4 + h * scale_head_stride
-                write_float(scale, quantise_row(tag, kind, k + t * k_row + h * k_head, target, D))
-                write_float(
-                    scale + scale_value_offset,
-                    quantise_row(tag, kind, v + t * v_row + h * v_head, target + value_offset, D),
-                )
-
-
-# Elements of a pool, as the kernels name them.
-PLAIN, INT8, FP8 = "", "int8", "fp8"
 
 
 @lru_cache(maxsize=6)
@@ -428,57 +345,4 @@ def attend_kernel(is_bf16: bool, elements: str = PLAIN) -> Kernel:
         INT8: (attend_f32_int8, attend_bf16_int8),
         FP8: (attend_f32_fp8, attend_bf16_fp8),
     }
-    return Kernel(bodies[elements][is_bf16], 30)
-
-
-@lru_cache(maxsize=4)
-def store_quantised_kernel(is_bf16: bool, elements: str) -> Kernel:
-    """Compile the quantising writes for one type of keys and pool, or load it from the cache."""
-    key = source_key()
-
-    def store_bf16_int8(arguments: int) -> None:
-        if key:
-            _store_quantised(arguments, np.uint16(0), np.int8(0))
-
-    def store_f32_int8(arguments: int) -> None:
-        if key:
-            _store_quantised(arguments, np.float32(0), np.int8(0))
-
-    def store_bf16_fp8(arguments: int) -> None:
-        if key:
-            _store_quantised(arguments, np.uint16(0), np.uint8(0))
-
-    def store_f32_fp8(arguments: int) -> None:
-        if key:
-            _store_quantised(arguments, np.float32(0), np.uint8(0))
-
-    bodies = {INT8: (store_f32_int8, store_bf16_int8), FP8: (store_f32_fp8, store_bf16_fp8)}
-    return Kernel(bodies[elements][is_bf16], 20)
-
-
-@lru_cache(maxsize=2)
-def merge_kernel(is_bf16: bool) -> Kernel:
-    """Compile the merge of split tiles for one type of output, or load it from the cache."""
-    key = source_key()
-
-    def merge_bf16(arguments: int) -> None:
-        if key:
-            _merge(arguments, np.uint16(0))
-
-    def merge_f32(arguments: int) -> None:
-        if key:
-            _merge(arguments, np.float32(0))
-
-    return Kernel(merge_bf16 if is_bf16 else merge_f32, 11)
-
-
-@lru_cache(maxsize=1)
-def store_kernel() -> Kernel:
-    """Compile the writing of keys and values, or load it from the cache."""
-    key = source_key()
-
-    def store_rows(arguments: int) -> None:
-        if key:
-            _store(arguments)
-
-    return Kernel(store_rows, 16)
+    return Kernel(bodies[elements][is_bf16], 25)

@@ -34,6 +34,8 @@ from backends.numba_kernels.vectors import (
 _VB = ir.VectorType(ir.IntType(8), LANES)
 _ROUND = 1.5 * 2**23  # adding it leaves the nearest integer, ties to even, in the low bits of a float32
 INT8_LIMIT, FP8_LIMIT = 127.0, 448.0
+# Elements of a pool, as the kernels name them.
+PLAIN, INT8, FP8 = "", "int8", "fp8"
 
 
 def is_int8(kind: Any) -> bool:

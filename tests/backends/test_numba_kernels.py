@@ -70,12 +70,30 @@ def test_without_the_worker_pool_numbas_threads_give_the_same_bits(monkeypatch: 
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_launches_of_one_step_serve_another_whose_header_is_copied_into_its_own(dtype: torch.dtype) -> None:
+    """What changes from step to step reaches the kernels through the header alone: counts, tables, slots, splits and padding."""
+    backend = NumbaCpuBackend()
+    recorded = make_step(SHAPE, [(1, 20)], dtype)
+    plan = backend.plan(recorded.meta, [recorded.layer()])
+    for sequences, spare_rows in (([(1, 3000)], 0), ([(1, 40), (70, 300), (1, 700)], 5), ([(1, 20)], 0), ([], 2)):
+        step = make_step(SHAPE, sequences, dtype, spare_rows=spare_rows)
+        wanted, wanted_lse = attend(backend, step, step.layer())
+        step = make_step(SHAPE, sequences, dtype, spare_rows=spare_rows)  # its own keys are not stored yet
+        later = backend.plan(step.meta, [step.layer()])
+        plan.header[:] = later.header
+        out, lse = torch.full_like(wanted, torch.nan), torch.full_like(wanted_lse, torch.nan)
+        backend.store_kv(step.k, step.v, step.layer(), plan)
+        backend.run(step.q, step.layer(), plan, out, lse)
+        assert torch.equal(out, wanted)
+        assert torch.equal(lse, wanted_lse)
+
+
 def test_preparing_names_what_is_compiled() -> None:
     said: list[str] = []
     NumbaCpuBackend().prepare(KVCacheSpec(1, 6, 2, 64, 16, torch.float32), said.append)
     assert [line.partition(": ")[2] for line in said] == [
         "attention",
-        "merge of split contexts",
         "key and value writes",
     ]
 
@@ -87,7 +105,7 @@ def test_the_thread_pool_and_the_vectors_are_reported() -> None:
 
 
 def test_compiled_code_is_kept_where_the_environment_says(tmp_path: Path) -> None:
-    code = "from backends.numba_kernels.attention import store_kernel; store_kernel()"
+    code = "from backends.numba_kernels.storing import store_kernel; store_kernel()"
     run_python(code, NUMBA_CACHE_DIR=str(tmp_path))
     kept = {path.name for path in tmp_path.rglob("*.nb[ci]")}
     assert any("store_rows" in name for name in kept)
