@@ -17,6 +17,7 @@ from msgspec import Struct
 from allocator import BlockPool, BlockTable, Incident, InvariantBroken, Owner, PrefixCache
 from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, SequenceId, StepBatch, StepEntry, StepOutput
+from service.engine.prefixes import Prefixes
 from service.engine.request import (
     ChoiceAdvanced,
     CoreEvent,
@@ -71,9 +72,9 @@ class EngineCore:
         """`prefix_cache` None switches prefix caching off. `max_model_len`: tokens of a choice, prompt included."""
         self._config = config
         self._pool = pool
-        self._prefix_cache = prefix_cache
+        self._prefixes = Prefixes(pool, prefix_cache)
         self._max_model_len = max_model_len
-        self._scheduler = Scheduler(config, pool, prefix_cache)
+        self._scheduler = Scheduler(config, pool, self._prefixes)
         self._requests: dict[RequestKey, Request] = {}
         self._sequences: dict[SequenceId, Sequence] = {}
         self._keys = count(1)
@@ -116,7 +117,7 @@ class EngineCore:
         """
         num_prompt = len(prompt_token_ids)
         sequence_id = self._next_sequence_id()
-        tenant = self._namespace(namespace)
+        tenant = self._prefixes.namespace(namespace)
         table = BlockTable(self._pool, Owner("sequence", str(sequence_id), tenant))
         pool_tokens = self._pool.num_obtainable(table.account) * self._pool.block_size
         require_fit(
@@ -203,7 +204,7 @@ class EngineCore:
         for sequence, num_tokens in step.grants:
             sequence.is_in_flight = False
             sequence.num_computed += num_tokens
-            self._publish(sequence)
+            self._prefixes.publish(sequence)
             if sequence.is_done:
                 sequence.table.release()
         events: list[CoreEvent] = []
@@ -304,41 +305,8 @@ class EngineCore:
 
     # ── Helpers ──────────────────────────────────────────────────────────────────────────────────
 
-    def _namespace(self, identity: str) -> bytes:
-        """Derive a tenant's namespace; without a prefix cache it only says who is charged."""
-        raw = identity.encode()
-        return raw if self._prefix_cache is None else self._prefix_cache.namespace_of(raw)
-
     def _next_sequence_id(self) -> SequenceId:
         return SequenceId(next(self._sequence_ids))
-
-    def _publish(self, sequence: Sequence) -> None:
-        """Make the blocks that are now full and computed findable."""
-        num_full = sequence.num_computed // self._pool.block_size
-        if self._prefix_cache is None or sequence.num_published == num_full:
-            return
-        if len(sequence.hashes) < num_full:
-            sequence.hashes = self._prefix_cache.block_hashes(
-                sequence.tokens, sequence.request.namespace, sequence.hashes
-            )
-        block_ids, hashes, block_size = sequence.table.block_ids, sequence.hashes, self._pool.block_size
-        wants_tokens, namespace = self._prefix_cache.has_sub_blocks, sequence.request.namespace
-        for index in range(sequence.num_published, num_full):
-            token_ids = sequence.tokens[index * block_size : (index + 1) * block_size] if wants_tokens else ()
-            parent = hashes[index - 1] if index else None
-            self._prefix_cache.publish(block_ids[index], hashes[index], parent, index, token_ids, namespace)
-        sequence.num_published = num_full
-
-    def _publish_tail(self, sequence: Sequence) -> None:
-        """Let what a sequence that ends has computed of its last block be found: the next turn of a chat begins with it."""
-        if self._prefix_cache is None or not self._prefix_cache.has_sub_blocks or sequence.is_in_flight:
-            return
-        num_full = sequence.num_published
-        token_ids = sequence.tokens[num_full * self._pool.block_size : sequence.num_computed]
-        if 0 < len(token_ids) < self._pool.block_size:
-            parent = sequence.hashes[num_full - 1] if num_full else None
-            block = sequence.table.block_ids[num_full]
-            self._prefix_cache.publish_tail(block, parent, num_full, token_ids, sequence.request.namespace)
 
     def _apply_entry(self, sequence: Sequence, entry: StepEntry, result: EntryOutput) -> list[CoreEvent]:
         request = sequence.request
@@ -416,7 +384,8 @@ class EngineCore:
     def _close_choices(self, sequence: Sequence, num_choices: int) -> list[CoreEvent]:
         """Retire a sequence that ended well, and its request with the last one."""
         request = sequence.request
-        self._publish_tail(sequence)
+        if not sequence.is_in_flight:
+            self._prefixes.publish_tail(sequence)
         self._retire(sequence)
         request.num_open -= num_choices
         if request.num_open:

@@ -28,18 +28,17 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import Counter
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from allocator import BlockPool, Match, OutOfBlocks, PrefixCache, QuotaExceeded, RefCountError, StaleBlock
+from allocator import BlockPool, Match, OutOfBlocks, QuotaExceeded, RefCountError, StaleBlock
 from service.config import SchedulerConfig
+from service.engine.prefixes import Prefixes
 from service.engine.request import Rank, Sequence
 
 PASS_LIMIT = 16  # sequences
 PASS_AGE_S = 2.0  # seconds
 SCAN_LIMIT = 32  # waiting sequences that cannot be admitted yet and that one step looks at
 HEADROOM_BASE = 4  # blocks; to the power of the number of preemptions
-
-NO_MATCH = Match(block_ids=(), num_tokens=0, num_free_hits=0)
 
 
 class Grant(NamedTuple):
@@ -59,11 +58,11 @@ class Plan(NamedTuple):
 class Scheduler:
     """Two ordered lists, of the sequences that hold blocks and of those that wait for some."""
 
-    def __init__(self, config: SchedulerConfig, pool: BlockPool, prefix_cache: PrefixCache | None) -> None:
+    def __init__(self, config: SchedulerConfig, pool: BlockPool, prefixes: Prefixes) -> None:
         self._budget = config.token_budget
         self._long_share = config.long_prefill_share
         self._pool = pool
-        self._prefix_cache = prefix_cache
+        self._prefixes = prefixes
         self.max_running = min(config.max_num_seqs, config.token_budget)
         self.running: list[Sequence] = []  # both sorted by rank
         self.waiting: list[Sequence] = []
@@ -135,11 +134,11 @@ class Scheduler:
             return
         head = self.waiting[0]
         lesser = [s for s in self.running if s.request.priority > head.request.priority]
-        if not lesser or self._is_awaiting(head, self._computing()):
+        if not lesser or self._prefixes.is_awaiting(head, self._prefixes.computing(self.running)):
             return  # what is computed for it now is worth more than the room it would need without
-        if self._has_room(head, self._match(head, "whole")) or not self._would_have_room(head, lesser):
+        if self._has_room(head, self._prefixes.match(head, "whole")) or not self._would_have_room(head, lesser):
             return
-        while lesser and not self._has_room(head, self._match(head, "whole")):
+        while lesser and not self._has_room(head, self._prefixes.match(head, "whole")):
             self._preempt(lesser.pop())
 
     def _would_have_room(self, head: Sequence, lesser: list[Sequence]) -> bool:
@@ -150,7 +149,7 @@ class Scheduler:
         pool = self._pool
         held = Counter(block for s in lesser for block in s.table.block_ids)
         reclaimed = sum(pool.ref_count(block) == count for block, count in held.items())
-        kept_hits = sum(pool.ref_count(block) > held[block] for block in self._match(head, "whole").block_ids)
+        kept_hits = sum(pool.ref_count(block) > held[block] for block in self._prefixes.match(head, "whole").block_ids)
         needed = -(-head.num_tokens // pool.block_size) - kept_hits
         return needed + self._headroom(head, staying) <= pool.num_free + reclaimed
 
@@ -180,12 +179,12 @@ class Scheduler:
         blocked: Sequence | None = None
         num_blocked = self.num_awaiting = 0
         position = 0
-        computing = self._computing()
+        computing = self._prefixes.computing(self.running)
         while left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
             if self._slots_used() >= self.max_running:
                 break
             sequence = self.waiting[position]
-            is_awaiting = self._is_awaiting(sequence, computing)
+            is_awaiting = self._prefixes.is_awaiting(sequence, computing)
             may_enter = not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now))
             if may_enter and self._admit(position, copies):
                 grant(sequence)
@@ -210,7 +209,7 @@ class Scheduler:
     def _admit(self, position: int, copies: list[tuple[int, int]]) -> bool:
         """Give the waiting sequence at `position` all blocks it needs and let it run, or change nothing."""
         sequence = self.waiting[position]
-        match = self._match(sequence, "partial")
+        match = self._prefixes.match(sequence, "partial")
         if match.partial is not None and not self._has_room(sequence, match):
             match = match.whole_blocks()  # a partial hit holds a block more until it has been copied
         if not self._has_room(sequence, match):
@@ -227,50 +226,6 @@ class Scheduler:
         del self.waiting[position]
         insort(self.running, sequence, key=_rank)
         return True
-
-    def _computing(self) -> list[Sequence]:
-        """List the running sequences that have blocks whose hash is known and whose KV is not computed yet."""
-        if self._prefix_cache is None:
-            return []
-        return [sequence for sequence in self.running if sequence.num_published < len(sequence.hashes)]
-
-    def _is_awaiting(self, sequence: Sequence, computing: list[Sequence]) -> bool:
-        """Say whether the first block that `sequence` does not find is being computed by one of `computing` that comes before it.
-
-        Nothing is remembered: whatever becomes of the other one, the next step asks again.
-        """
-        if not computing:
-            return False
-        hashes = self._hash(sequence)
-        # A hash covers all tokens before its block, so who shares a later block shares the first one that is being computed.
-        before = [s for s in computing if s.rank < sequence.rank and _have_in_common(s.num_published, s.hashes, hashes)]
-        if not before:
-            return False
-        match = self._match(sequence, "whole")
-        index = len(match.block_ids)
-        if (index + 1) * self._pool.block_size > match.num_lookup_tokens:
-            return False
-        return any(s.num_published <= index and _have_in_common(index, s.hashes, hashes) for s in before)
-
-    def _match(self, sequence: Sequence, extent: Literal["whole", "partial"]) -> Match:
-        """Look for cached blocks, leaving at least one token to compute, and those whose logprobs are wanted."""
-        if self._prefix_cache is None:
-            return NO_MATCH
-        request = sequence.request
-        hashes = self._hash(sequence)
-        max_tokens = sequence.num_tokens - 1
-        if request.lacks_prompt_logprobs:
-            max_tokens = min(max_tokens, len(request.prompt_logprobs))
-        token_ids = sequence.tokens if extent == "partial" else ()
-        return self._prefix_cache.match(hashes, max_tokens, token_ids, request.namespace)
-
-    def _hash(self, sequence: Sequence) -> list[bytes]:
-        """Return the hashes of all its full blocks, computing those that are new."""
-        if self._prefix_cache is not None and len(sequence.hashes) < sequence.num_tokens // self._pool.block_size:
-            sequence.hashes = self._prefix_cache.block_hashes(
-                sequence.tokens, sequence.request.namespace, sequence.hashes
-            )
-        return sequence.hashes
 
     def _has_room(self, sequence: Sequence, match: Match) -> bool:
         if self._slots_used() + sequence.num_slots > self.max_running:
@@ -308,10 +263,6 @@ class Scheduler:
 
 def _rank(sequence: Sequence) -> Rank:
     return sequence.rank
-
-
-def _have_in_common(index: int, some: list[bytes], others: list[bytes]) -> bool:
-    return index < len(some) and index < len(others) and some[index] == others[index]
 
 
 def _discard(ordered: list[Sequence], sequence: Sequence) -> bool:

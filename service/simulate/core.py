@@ -93,7 +93,7 @@ class CountingCore(EngineCore):
         first_tokens = []
         for sequence, count in grants:
             sequence.num_computed += count
-            self._publish(sequence)
+            self._prefixes.publish(sequence)
             request = sequence.request
             if not request.is_started:
                 events.append(self._start(request))
@@ -147,7 +147,7 @@ class CountingCore(EngineCore):
             if num_steps > 1:
                 self._advance(sequence, num_steps - 1)
             sequence.num_computed += num_steps
-            self._publish(sequence)
+            self._prefixes.publish(sequence)
             self._sample(sequence, events)
         self._num_steps += num_steps
         return self._sort_out(events, [])
