@@ -14,7 +14,7 @@ import torch
 from backends.kv_cache import KVCacheSpec
 from backends.registry import open_backend, probe
 from service.assembly import available_device
-from service.config import Config, LoadedConfig, option_paths
+from service.config import Config, LoadedConfig, SchedulerConfig, option_paths
 from service.model.pool_size import QUANTISED_DTYPES
 
 
@@ -27,6 +27,7 @@ def check(loaded: LoadedConfig) -> int:
             "(set)" if path == "server.api_key" and loaded.config.server.api_key else repr(_value(loaded.config, path))
         )
         lines.append(f"  {path:<32} {shown:<24} {source}")
+    lines += ["", f"speculation  {_speculation(loaded.config.scheduler)}"]
     device = available_device(loaded.config)
     dtype = torch.bfloat16 if loaded.config.model.dtype == "auto" else getattr(torch, loaded.config.model.dtype)
     spec = KVCacheSpec(
@@ -50,6 +51,15 @@ def check(loaded: LoadedConfig) -> int:
             lines += [f"                 {fact}: {text}" for fact, text in facts.items()]
     print("\n".join(lines))
     return 0 if can_run else 1
+
+
+def _speculation(scheduler: SchedulerConfig) -> str:
+    if scheduler.speculation == "off":
+        return "off: every step brings one token of a sequence"
+    return (
+        f"up to {scheduler.max_draft_tokens} tokens a sequence and step, guessed from its last {scheduler.max_ngram} to "
+        f"{scheduler.min_ngram} tokens; within the budget of {scheduler.token_budget}, less where guesses fail or the batch is large"
+    )
 
 
 def _value(config: Config, path: str) -> Any:

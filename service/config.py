@@ -58,6 +58,10 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     token_budget: Positive = 512  # tokens a step: bounds the time between two tokens of a stream
     max_waiting: Positive = 1024  # requests in the queue before new ones get 429
     long_prefill_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the budget, for one prompt, while others wait
+    speculation: Literal["off", "ngram"] = "off"  # guess tokens from a sequence's own past; verify them together
+    max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # guesses a sequence and step
+    min_ngram: Annotated[int, Meta(ge=1, le=16)] = 1  # tokens that must have stood together before
+    max_ngram: Annotated[int, Meta(ge=1, le=16)] = 3  # the longest match counts
 
 
 class BackendConfig(Section, frozen=True, kw_only=True):
@@ -113,6 +117,7 @@ FLAG_ALIASES = {
     "--kv-dtype": "cache.kv_dtype",
     "--max-num-seqs": "scheduler.max_num_seqs",
     "--token-budget": "scheduler.token_budget",
+    "--speculation": "scheduler.speculation",
     "--backend": "backend.name",
     "--device": "backend.device",
     "--threads": "backend.threads",
@@ -174,6 +179,12 @@ def load_config(
         raise ConfigError(f"bad configuration: {error}") from error
     if config.cache.size != "auto":
         parse_bytes(config.cache.size)
+    if config.scheduler.min_ngram > config.scheduler.max_ngram:
+        raise ConfigError(
+            f"min_ngram is {config.scheduler.min_ngram} and must be at most max_ngram, {config.scheduler.max_ngram} "
+            "(at $.scheduler.min_ngram)",
+            param="scheduler.min_ngram",
+        )
     return LoadedConfig(config=config, sources=sources)
 
 

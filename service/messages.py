@@ -233,6 +233,8 @@ class EngineStats(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0  # guessed by speculation and computed
+    accepted_draft_tokens: int = 0  # of those, right
 
 
 class Health(Struct, frozen=True, kw_only=True):

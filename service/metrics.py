@@ -102,6 +102,10 @@ class _EngineCollector(Collector):
                 "Used blocks over all blocks.",
                 stats.pool.used / stats.pool.total if stats.pool.total else 0.0,
             ),
+            "looseleaf_draft_acceptance_ratio": (
+                "Accepted drafts over all drafts since the start; 0 without any.",
+                stats.accepted_draft_tokens / stats.draft_tokens if stats.draft_tokens else 0.0,
+            ),
         }
         for name, (text, value) in gauges.items():
             yield GaugeMetricFamily(name, text, value=value)
@@ -111,6 +115,8 @@ class _EngineCollector(Collector):
             "looseleaf_prompt_tokens": ("Prompt tokens of admitted requests.", stats.prompt_tokens),
             "looseleaf_cached_prompt_tokens": ("Of those, found in the prefix cache.", stats.cached_prompt_tokens),
             "looseleaf_generated_tokens": ("Tokens generated.", stats.generated_tokens),
+            "looseleaf_draft_tokens": ("Tokens guessed by speculation and verified.", stats.draft_tokens),
+            "looseleaf_accepted_draft_tokens": ("Of those, the right ones.", stats.accepted_draft_tokens),
         }
         for name, (text, value) in counters.items():
             yield CounterMetricFamily(name, text, value=value)

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from allocator import BlockPool, PrefixCache, Quotas
 from service.config import SchedulerConfig
@@ -48,14 +49,16 @@ def make_core(
     has_prefix_cache: bool = True,
     sub_blocks: bool = False,
     quotas: Quotas | None = None,
+    **scheduler: Any,
 ) -> EngineCore:
-    """A core over a pool of its own; one of the blocks is the null block."""
+    """A core over a pool of its own; one of the blocks is the null block. `scheduler`: further options of its section."""
     pool = BlockPool(num_blocks, block_size, ledger=True, quotas=quotas)
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
         max_waiting=max_waiting,
         long_prefill_share=long_prefill_share,
+        **scheduler,
     )
     prefix_cache = PrefixCache(pool, secret=b"test", sub_blocks=sub_blocks) if has_prefix_cache else None
     return EngineCore(config, pool, prefix_cache, max_model_len=max_model_len)
@@ -112,6 +115,7 @@ async def running_engine(
     token_budget: int = 64,
     max_waiting: int = 1024,
     max_model_len: int = 1000,
+    **scheduler: Any,
 ) -> AsyncIterator[TestEngine]:
     """An `AsyncEngine` with a `FakeRunner` on a real step thread; checks on leaving that no block is held."""
     core = make_core(
@@ -121,6 +125,7 @@ async def running_engine(
         token_budget=token_budget,
         max_waiting=max_waiting,
         max_model_len=max_model_len,
+        **scheduler,
     )
     runner = FakeRunner(num_blocks, block_size, choose=choose, fault=fault, poison=poison)
     clock = ManualClock()

@@ -160,7 +160,9 @@ class FakeRunner:
         if (error := self.poison(entry)) is not None:
             return EntryOutput(sequence_id=entry.sequence_id, error=error)
         context = self._read(entry)
-        samples = tuple(self._sample(entry, context, seed) for seed in entry.seeds)
+        samples = tuple(self._sample(entry, context, seed, entry.num_output_tokens) for seed in entry.seeds)
+        if entry.num_drafts:
+            samples = self._verified(entry, context)
         targets = entry.prompt_logprob_targets or ()
         prompt_logprobs = tuple(
             PromptLogprob(token_id=token, logprob=-float(position))
@@ -179,11 +181,24 @@ class FakeRunner:
         assert positions[:length] == list(range(length)), "the cache holds tokens of other positions"
         return [token for token in tokens[:length] if token is not None]
 
-    def _sample(self, entry: StepEntry, context: list[int], seed: int) -> SampledToken:
+    def _verified(self, entry: StepEntry, context: list[int]) -> tuple[SampledToken, ...]:
+        """Sample behind the known token and behind each draft that the sample before it confirmed."""
+        assert len(entry.token_ids) == 1 + entry.num_drafts, "drafts behind anything but one known token"
+        (seed,) = entry.seeds
+        known = len(context) - entry.num_drafts
+        samples: list[SampledToken] = []
+        for num_confirmed in range(1 + entry.num_drafts):
+            if num_confirmed and samples[-1].token_id != context[known + num_confirmed - 1]:
+                break
+            prefix = context[: known + num_confirmed]
+            samples.append(self._sample(entry, prefix, seed, entry.num_output_tokens + num_confirmed))
+        return tuple(samples)
+
+    def _sample(self, entry: StepEntry, context: list[int], seed: int, num_output_tokens: int) -> SampledToken:
         sampling = entry.sampling
         forced = [token for token, bias in sampling.logit_bias.items() if bias >= 100.0]
         token = forced[0] if forced else self._choose(context, 0 if sampling.is_greedy else seed)
-        if entry.num_output_tokens < sampling.min_tokens and token in entry.eos_ids:
+        if num_output_tokens < sampling.min_tokens and token in entry.eos_ids:
             token = choose_by_hash(context, 0)
         if sampling.logprobs is None:
             return SampledToken(token_id=token)

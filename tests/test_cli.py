@@ -66,13 +66,15 @@ def test_check_shows_values_their_sources_and_every_backend(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("LOOSELEAF_SERVER__API_KEY", "secret")
-    assert main(["check", "--block-size", "32", "--dtype", "float16"]) == 0
+    assert main(["check", "--block-size", "32", "--dtype", "float16", "--speculation", "ngram"]) == 0
     shown = capsys.readouterr().out
     lines = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
     assert lines["cache.block_size"].split()[1:] == ["32", "flag"]
     assert lines["server.port"].split()[1:] == ["8000", "default"]
     assert "environment" in lines["server.api_key"]
     assert "secret" not in shown
+    assert lines["scheduler.speculation"].split()[1:] == ["'ngram'", "flag"]
+    assert "up to 8 tokens" in lines["speculation"]
     assert "can run" in lines["reference"]
     assert "float16" in lines["numba-cpu"]  # the reason why it cannot
 

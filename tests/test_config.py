@@ -42,6 +42,8 @@ def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
         ({"cache.kv_dtype": "int4"}, ["int4", "$.cache.kv_dtype"]),
         ({"cache.size": "lots"}, ["lots", "$.cache.size"]),
         ({"cache.sise": "1GiB"}, ["cache.sise"]),
+        ({"scheduler.speculation": "eagle"}, ["eagle", "$.scheduler.speculation"]),
+        ({"scheduler.min_ngram": "4"}, ["4", "3", "$.scheduler.min_ngram"]),
     ],
 )
 def test_a_bad_value_is_refused_with_its_path(flags: dict[str, str], words: list[str]) -> None:

@@ -15,8 +15,10 @@ LEAVES = {"service.messages", "service.errors", "service.config", "service.frame
 CORE = {
     "service.engine.request",
     "service.engine.batch",
+    "service.engine.ngram",
     "service.engine.prefixes",
     "service.engine.scheduler",
+    "service.engine.speculation",
     "service.engine.core",
 }
 

@@ -13,7 +13,7 @@ from service.errors import LooseleafError
 from service.messages import EngineStats, PoolUsage
 from service.metrics import ServiceMetrics
 from tests.factories import TestEngine, collect, make_request, running_engine
-from tests.fakes import choose_by_hash
+from tests.fakes import Choose, choose_by_hash
 
 PROMPT = "The cat sat"
 EOS = 2
@@ -94,6 +94,20 @@ async def test_requests_are_counted_by_how_they_ended_and_a_client_that_left_is_
         assert scraped.value("looseleaf_time_to_first_token_seconds_count") >= 1
         assert scraped.value("looseleaf_step_seconds_count") == it.engine.stats().steps
         assert scraped.value("looseleaf_generated_tokens_total") == it.engine.stats().generated_tokens
+
+
+async def test_drafts_and_how_many_of_them_were_right_can_be_seen() -> None:
+    scraped = Scraped()
+    repeat: Choose = lambda context, seed: context[-3]  # noqa: E731
+    async with running_engine(metrics=scraped.metrics, choose=repeat, speculation="ngram") as it:
+        scraped.engine = it
+        assert scraped.value("looseleaf_draft_acceptance_ratio") == 0.0
+        await collect(it.engine, make_request((10, 11, 12, 10, 11, 12), max_tokens=30))
+        drafted, accepted = (
+            scraped.value(f"looseleaf_{kind}_total") for kind in ("draft_tokens", "accepted_draft_tokens")
+        )
+        assert drafted == it.engine.stats().draft_tokens >= accepted == it.engine.stats().accepted_draft_tokens > 20
+        assert scraped.value("looseleaf_draft_acceptance_ratio") == accepted / drafted
 
 
 async def test_preemptions_the_queue_and_the_pool_can_be_seen() -> None:

@@ -182,6 +182,8 @@ class AsyncEngine:
             prompt_tokens=core.prompt_tokens,
             cached_prompt_tokens=core.cached_prompt_tokens,
             generated_tokens=core.generated_tokens,
+            draft_tokens=core.draft_tokens,
+            accepted_draft_tokens=core.accepted_draft_tokens,
         )
 
     def health(self) -> Health:

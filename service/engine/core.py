@@ -50,6 +50,8 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     prompt_tokens: int
     cached_prompt_tokens: int
     generated_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,6 +210,7 @@ class EngineCore:
             if sequence.is_done:
                 sequence.table.release()
         events: list[CoreEvent] = []
+        self._note_time(step.batch, output.compute_s)
         for (sequence, _), entry, result in zip(step.grants, step.batch.entries, output.outputs, strict=True):
             if not sequence.is_done:
                 events += self._apply_entry(sequence, entry, result)
@@ -257,7 +260,7 @@ class EngineCore:
 
     def stats(self) -> CoreStats:
         """Return the counters; O(1)."""
-        pool = self._pool
+        pool, speculation = self._pool, self._scheduler.speculation
         return CoreStats(
             running=len(self._scheduler.running),
             waiting=len(self._scheduler.waiting),
@@ -275,6 +278,8 @@ class EngineCore:
             prompt_tokens=self._num_prompt_tokens,
             cached_prompt_tokens=self._num_cached_tokens,
             generated_tokens=self._num_generated_tokens,
+            draft_tokens=speculation.num_drafted if speculation else 0,
+            accepted_draft_tokens=speculation.num_accepted if speculation else 0,
         )
 
     def audit(self) -> list[Incident]:
@@ -319,7 +324,9 @@ class EngineCore:
         events: list[CoreEvent] = []
         if not request.is_started and not request.lacks_prompt_logprobs:
             events.append(self._start(request))
-        if entry.seeds:
+        if entry.num_drafts:
+            events += self._take_verified(sequence, entry.num_drafts, result.samples)
+        elif entry.seeds:
             events += self._take_samples(sequence, result.samples)
         elif request.max_output == 0 and sequence.num_remaining == 0:
             ends = [_ended(sequence, index) for index in range(request.sampling.n)]
@@ -355,6 +362,33 @@ class EngineCore:
             for choice, sample in zip(choices, samples, strict=True)
             for event in self._take_sample(choice, sample)
         ]
+
+    def _take_verified(self, sequence: Sequence, num_drafts: int, samples: tuple[SampledToken, ...]) -> list[CoreEvent]:
+        """Append the drafts that were confirmed and the token behind them; what was reserved for the others is given back.
+
+        A choice may end in the middle: what was confirmed behind its end is dropped.
+        """
+        sequence.drafts = ()
+        events: list[CoreEvent] = []
+        for index, sample in enumerate(samples):
+            if index:
+                sequence.num_computed += 1  # the sample before this one was a draft, so its KV is there
+                self._prefixes.publish(sequence)
+            events += self._take_sample(sequence, sample)
+            if sequence.is_done:
+                break
+        else:
+            sequence.table.truncate(sequence.num_computed)
+        speculation = self._scheduler.speculation
+        if speculation is not None and sequence.drafter is not None:
+            speculation.learn(sequence.drafter, num_drafts, len(samples) - 1)
+        return events
+
+    def _note_time(self, batch: StepBatch, compute_s: float) -> None:
+        """Tell the speculation what a step of only sampled tokens took; prefill chunks go through less of the model."""
+        speculation = self._scheduler.speculation
+        if speculation is not None and all(len(e.token_ids) == 1 + e.num_drafts for e in batch.entries):
+            speculation.observe(batch.num_tokens, compute_s)
 
     def _take_sample(self, sequence: Sequence, sample: SampledToken) -> list[CoreEvent]:
         request = sequence.request
@@ -428,7 +462,18 @@ def _require_match(entry: StepEntry, result: EntryOutput) -> None:
         )
     if result.error is not None:
         return
-    if len(result.samples) != len(entry.seeds):
+    if entry.num_drafts:
+        _require_verified(entry, result)
+    elif len(result.samples) != len(entry.seeds):
         raise BadStepOutput(f"{len(result.samples)} samples for {len(entry.seeds)} seeds")
     if len(result.prompt_logprobs) != len(entry.prompt_logprob_targets or ()):
         raise BadStepOutput(f"{len(result.prompt_logprobs)} prompt logprobs where others were asked for")
+
+
+def _require_verified(entry: StepEntry, result: EntryOutput) -> None:
+    drafts = entry.token_ids[-entry.num_drafts :]
+    if not 1 <= len(result.samples) <= 1 + len(drafts):
+        raise BadStepOutput(f"{len(result.samples)} samples for {len(drafts)} drafts")
+    confirmed = tuple(sample.token_id for sample in result.samples[:-1])
+    if confirmed != drafts[: len(confirmed)]:
+        raise BadStepOutput(f"samples {confirmed} are said to confirm the drafts {drafts}")

@@ -17,6 +17,7 @@ from msgspec import Struct
 
 from allocator import BlockPool, BlockTable, Owner
 from service.engine.batch import PromptLogprob, SampledToken, SequenceId, StepEntry
+from service.engine.speculation import Drafter
 from service.errors import ContextTooLong, InvalidRequest, LooseleafError
 from service.messages import FinishReason, SamplingParams
 
@@ -96,6 +97,8 @@ class Sequence:
     """The tokens of one choice and the blocks that hold their KV."""
 
     __slots__ = (
+        "drafter",
+        "drafts",
         "hashes",
         "id",
         "index",
@@ -123,6 +126,8 @@ class Sequence:
         self.num_published = 0  # blocks that are findable, or that lost to an equal one
         self.num_preemptions = 0
         self.num_slots = 1  # running sequences it stands for: a leader keeps room for the choices it will fork
+        self.drafter: Drafter | None = None  # what its drafts come from, once it had occasion for some
+        self.drafts: tuple[int, ...] = ()  # guesses behind the last token, in the step being made or in flight
         self.is_in_flight = False  # a step that has not been applied reads or writes its blocks
         self.is_done = False
 
@@ -152,10 +157,11 @@ class Sequence:
         return child
 
     def entry(self, num_tokens: int, block_size: int) -> StepEntry:
-        """Describe the next `num_tokens` tokens to the runner; the last known one is sampled from."""
+        """Describe the next `num_tokens` tokens to the runner; the last known one is sampled from, and so are the drafts behind it."""
         request, sampling, prompt = self.request, self.request.sampling, self.request.prompt_token_ids
         start, end = self.num_computed, self.num_computed + num_tokens
         is_sampled = end == self.num_tokens and request.max_output > 0
+        drafts = self.drafts
         if not is_sampled:
             seeds: tuple[int, ...] = ()
         elif self.num_slots > 1:
@@ -165,11 +171,12 @@ class Sequence:
         has_history = is_sampled and sampling.wants_penalties
         return StepEntry(
             sequence_id=self.id,
-            token_ids=tuple(self.tokens[start:end]),
+            token_ids=(*self.tokens[start:end], *drafts),
             start=start,
-            block_ids=tuple(self.table.block_ids[: -(-end // block_size)]),
+            block_ids=tuple(self.table.block_ids[: -(-(end + len(drafts)) // block_size)]),
             sampling=sampling,
             seeds=seeds,
+            num_drafts=len(drafts),
             num_output_tokens=self.num_output,
             eos_ids=request.stop_ids,
             prompt_token_ids=prompt if has_history else None,

@@ -22,6 +22,8 @@ Policy, in the order in which `schedule` applies it. "Before" is by rank: priori
 6. *Passing.* When the first waiting sequence lacks room, smaller ones behind it may pass: freely until PASS_LIMIT have passed or it has
    waited PASS_AGE_S; after that only those that fit beside it in the pool at their largest, so that they cannot delay it beyond the end
    of the sequences that run before it.
+7. *Speculation.* What is then left of the budget and of the pool's free blocks may go to drafts: guessed tokens behind a decode's own,
+   whose slots are given back when the guess was wrong. They never preempt, delay or outbid anything else.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from allocator import BlockPool, Match, OutOfBlocks, QuotaExceeded, RefCountErro
 from service.config import SchedulerConfig
 from service.engine.prefixes import Prefixes
 from service.engine.request import Rank, Sequence
+from service.engine.speculation import Load, Speculation
 
 PASS_LIMIT = 16  # sequences
 PASS_AGE_S = 2.0  # seconds
@@ -66,6 +69,7 @@ class Scheduler:
         self.max_running = min(config.max_num_seqs, config.token_budget)
         self.running: list[Sequence] = []  # both sorted by rank
         self.waiting: list[Sequence] = []
+        self.speculation = Speculation(config) if config.speculation == "ngram" else None
         self.num_unstarted = 0  # waiting sequences of requests that were never admitted
         self.num_preemptions = 0
         self.num_awaiting = 0  # waiting sequences that the last step held back for blocks being computed
@@ -92,6 +96,8 @@ class Scheduler:
         copies = self._reserve_decodes()
         grants = [Grant(sequence, 1) for sequence in self.running if sequence.num_remaining == 1]
         grants += self._prefill(self._budget - len(grants), now, copies)
+        if self.speculation is not None:
+            self._add_drafts(self.speculation, grants, copies)
         return Plan(grants, copies)
 
     # ── Running sequences ────────────────────────────────────────────────────────────────────────
@@ -256,6 +262,43 @@ class Scheduler:
         each = int(HEADROOM_BASE**head.num_preemptions)
         blocks += min(each * head.num_slots, head.num_blocks_at_end(pool) - -(-head.num_tokens // pool.block_size))
         return slots <= self.max_running and blocks <= pool.num_usable
+
+    # ── Speculation ──────────────────────────────────────────────────────────────────────────────
+
+    def _add_drafts(self, speculation: Speculation, grants: list[Grant], copies: list[tuple[int, int]]) -> None:
+        """Give decodes drafts, and the drafts slots, from what is left of the budget and the pool."""
+        num_tokens = sum(grant.num_tokens for grant in grants)
+        num_samples = sum(grant.num_tokens == grant.sequence.num_remaining for grant in grants)
+        left = self._budget - num_tokens
+        price = speculation.price(Load(num_tokens, num_samples))
+        for sequence, _ in grants:
+            if left <= 0 or price >= 1.0:
+                return
+            request = sequence.request
+            # A leader that is about to be forked has several next tokens.
+            if sequence.num_remaining != 1 or sequence.num_slots > 1 or request.lacks_prompt_logprobs:
+                continue
+            if sequence.drafter is None:
+                sequence.drafter = speculation.new_drafter()
+            # The last token of a choice is never computed.
+            room = min(left, request.max_total - sequence.num_tokens - 1)
+            drafts = speculation.propose(sequence.drafter, sequence.tokens, room, price)
+            if drafts:
+                sequence.drafts = drafts[: self._reserve_drafts(sequence, len(drafts), copies)]
+                left -= len(sequence.drafts)
+
+    def _reserve_drafts(self, sequence: Sequence, wanted: int, copies: list[tuple[int, int]]) -> int:
+        """Reserve up to `wanted` slots behind those of a sequence's known tokens; returns how many there are."""
+        table = sequence.table
+        for count in (wanted, min(wanted, table.num_tail_slots)):
+            try:
+                copies += table.append(count).copies
+            except (OutOfBlocks, RefCountError, StaleBlock):
+                continue
+            return count
+        return 0
+
+    # ── Counts ───────────────────────────────────────────────────────────────────────────────────
 
     def _slots_used(self) -> int:
         return sum(sequence.num_slots for sequence in self.running)

@@ -82,6 +82,8 @@ class RequestStream:
         if choice is None:
             choice = _Choice(event.index, self._tokenizer, self.request.sampling, self.prompt_token_ids)
             self._choices[event.index] = choice
+        if choice.finish_reason is not None:
+            return False  # a stop string ended it: what the same step gave behind that is not part of the answer
         if event.token is not None:
             choice.unread.append(event.token)
             choice.num_tokens += 1

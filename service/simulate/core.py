@@ -35,6 +35,7 @@ class CountingCore(EngineCore):
         self, config: SchedulerConfig, pool: BlockPool, prefix_cache: PrefixCache | None, *, max_model_len: int
     ) -> None:
         super().__init__(config, pool, prefix_cache, max_model_len=max_model_len)
+        self._scheduler.speculation = None  # lengths say nothing of what could be guessed
         self._grants: list[Grant] | None = None
         self._is_quiet = False
 

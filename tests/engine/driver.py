@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 from allocator import Quotas
 from service.engine.batch import SequenceId, StepBatch, StepOutput
@@ -42,8 +43,9 @@ class CoreDriver:
         sub_blocks: bool = False,
         quotas: Quotas | None = None,
         choose: Choose = choose_by_hash,
+        **scheduler: Any,
     ) -> None:
-        """`num_blocks` counts the null block, as everywhere."""
+        """`num_blocks` counts the null block, as everywhere. `scheduler`: further options of its section."""
         self.core: EngineCore = make_core(
             num_blocks=num_blocks,
             block_size=block_size,
@@ -55,6 +57,7 @@ class CoreDriver:
             has_prefix_cache=has_prefix_cache,
             sub_blocks=sub_blocks,
             quotas=quotas,
+            **scheduler,
         )
         self.runner = FakeRunner(num_blocks, block_size, choose=choose)
         self.token_budget = token_budget

@@ -1,0 +1,194 @@
+"""Decides which decodes carry drafts and how many. Knows tokens, counts and how long steps took; never tensors, blocks or text.
+
+A step computes many tokens for little more than the price of one until the processor, and no longer the memory, is what it waits for. So a
+draft is worth computing while it is likelier to be confirmed than what it adds to the time of the step, measured in tokens:
+
+    rate^j ≥ b · S / (a + b · N)      a + b · N: the time of a step of N tokens, fitted to the steps seen
+                                      S: tokens that the step brings without drafts;  rate: confirmed drafts among those that were judged
+
+for the j-th draft of a sequence. Alone, nearly any guess is (b is small beside a); in a large batch only a sure one. One rule thus switches
+speculation off by acceptance and by batch size.
+
+Invariant: what is proposed never changes an answer, only how many steps it takes.
+"""
+
+from __future__ import annotations
+
+from math import log
+from typing import NamedTuple
+
+from service.config import SchedulerConfig
+from service.engine.ngram import NgramIndex, continued
+
+# Drafts that count in a rate: the memory of a running average.
+RATE_WINDOW = 8
+SHARED_WINDOW = 64  # of the rates that new sequences begin with
+# N-grams met in vain until one is tried again although its rate says that it is not worth it.
+RETRY_AFTER = 32
+RETRY_DRAFTS = 2
+
+FITTED_TOKENS = 128  # larger steps say little of the price of one more token in a small one
+FIT_MEMORY = 0.97  # weight of the past per step
+# Until steps of different sizes have been seen, one token more is taken to cost this part of a step of one.
+ASSUMED_SLOPE = 1 / 16
+ASSUMED_WEIGHT = 1.0  # tokens² of variance at which the fit counts as much as the assumption
+LEAST_PRICE = 0.02  # whatever the fit says: a draft that is right once in fifty times is not worth its bookkeeping
+OUTLIER = 3.0  # a step longer than so many times the expected time is taken for that long
+
+
+class StepTime:
+    """The time of a step as a function of its tokens, a line fitted to recent steps."""
+
+    def __init__(self) -> None:
+        self._weight = 0.0
+        self._tokens = 0.0  # weighted means
+        self._seconds = 0.0
+        self._variance = 0.0  # weighted sums of squares and products about the means
+        self._covariance = 0.0
+
+    @property
+    def slope(self) -> float:
+        """Seconds that one token more takes; at least 0."""
+        assumed = self._seconds * ASSUMED_SLOPE / (1.0 + ASSUMED_SLOPE * (self._tokens - 1.0))
+        prior = ASSUMED_WEIGHT
+        fitted = (self._covariance / max(self._weight, 1e-9) + assumed * prior) / (
+            self._variance / max(self._weight, 1e-9) + prior
+        )
+        return max(0.0, fitted)
+
+    def expected_s(self, num_tokens: int) -> float:
+        """Return the seconds that a step of `num_tokens` takes; 0 while nothing is known."""
+        return max(self._seconds + self.slope * (num_tokens - self._tokens), self.slope * num_tokens)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in a step."""
+        if self._weight:
+            seconds = min(seconds, OUTLIER * self.expected_s(num_tokens))
+        # Welford's update with a decaying weight.
+        kept = self._weight * FIT_MEMORY
+        self._weight = kept + 1.0
+        off_tokens, off_seconds = num_tokens - self._tokens, seconds - self._seconds
+        self._tokens += off_tokens / self._weight
+        self._seconds += off_seconds / self._weight
+        share = kept / self._weight
+        self._variance = self._variance * FIT_MEMORY + off_tokens * off_tokens * share
+        self._covariance = self._covariance * FIT_MEMORY + off_tokens * off_seconds * share
+
+
+class Rates:
+    """How often drafts behind an n-gram of each length were confirmed, as running averages."""
+
+    __slots__ = ("_of_length", "_window")
+
+    def __init__(self, of_length: list[float], window: int) -> None:
+        self._of_length = of_length
+        self._window = window
+
+    @classmethod
+    def at_first(cls, max_ngram: int) -> Rates:
+        """Begin hopefully, the more so the longer the n-gram."""
+        return cls([1.0 - 0.5**length for length in range(max_ngram + 1)], SHARED_WINDOW)
+
+    def copy(self, window: int) -> Rates:
+        """Return rates that begin with these and go their own way."""
+        return Rates(self._of_length.copy(), window)
+
+    def of(self, length: int) -> float:
+        """Return the rate of drafts behind an n-gram of `length`."""
+        return self._of_length[length]
+
+    def learn(self, length: int, num_drafts: int, num_confirmed: int) -> None:
+        """Take in the fate of drafts: those behind the first wrong one were never judged."""
+        num_judged = min(num_confirmed + 1, num_drafts)
+        weight = min(1.0, num_judged / self._window)
+        self._of_length[length] += weight * (num_confirmed / num_judged - self._of_length[length])
+
+
+class Load(NamedTuple):
+    """What a step does before it is given drafts."""
+
+    num_tokens: int
+    num_samples: int
+
+
+class Drafter:
+    """What is known of one sequence: its n-grams, and how far they can be trusted."""
+
+    __slots__ = ("_index", "_ngram", "_num_skipped", "_rates")
+
+    def __init__(self, min_ngram: int, max_ngram: int, rates: Rates) -> None:
+        self._index = NgramIndex(min_ngram, max_ngram)
+        self._rates = rates
+        self._ngram = 0  # length of the one behind the drafts under way
+        self._num_skipped = 0
+
+    def propose(self, tokens: list[int], most: int, price: float) -> tuple[int, ...]:
+        """Guess at most `most` next tokens, each at least as likely to be right as `price` says."""
+        self._index.read(tokens)
+        place = self._index.find(tokens)
+        if place is None:
+            return ()
+        position, self._ngram = place
+        count = min(most, worth(self._rates.of(self._ngram), price, most))
+        if not count:
+            self._num_skipped += 1
+            if self._num_skipped < RETRY_AFTER:
+                return ()
+            count = min(most, RETRY_DRAFTS)
+        self._num_skipped = 0
+        return continued(tokens, position, count)
+
+    def learn(self, num_drafts: int, num_confirmed: int) -> int:
+        """Take in the fate of the drafts proposed last; returns the length of the n-gram behind them."""
+        self._rates.learn(self._ngram, num_drafts, num_confirmed)
+        return self._ngram
+
+
+class Speculation:
+    """Drafts for all sequences of a scheduler, and the count of them."""
+
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.num_drafted = 0
+        self.num_accepted = 0
+        self._max_drafts = config.max_draft_tokens
+        self._min_ngram = config.min_ngram
+        self._max_ngram = config.max_ngram
+        self._rates = Rates.at_first(config.max_ngram)
+        self._step_time = StepTime()
+
+    def new_drafter(self) -> Drafter:
+        """Return what a sequence that is about to decode needs; it begins with the rates of those before it."""
+        return Drafter(self._min_ngram, self._max_ngram, self._rates.copy(RATE_WINDOW))
+
+    def price(self, load: Load) -> float:
+        """Return what a draft adds to the time of a step, in tokens that the step brings in that time; 1 and more: nothing pays."""
+        expected_s = self._step_time.expected_s(load.num_tokens)
+        slope = self._step_time.slope
+        if expected_s <= 0.0:
+            return ASSUMED_SLOPE * load.num_samples / (1.0 + ASSUMED_SLOPE * load.num_tokens)
+        return max(LEAST_PRICE, slope * load.num_samples / expected_s)
+
+    def propose(self, drafter: Drafter, tokens: list[int], room: int, price: float) -> tuple[int, ...]:
+        """Return at most `room` drafts for the sequence of `tokens`; empty where none are worth their `price`."""
+        return drafter.propose(tokens, min(room, self._max_drafts), price) if room > 0 else ()
+
+    def learn(self, drafter: Drafter, num_drafts: int, num_accepted: int) -> None:
+        """Take in how many of the drafts of a step were right."""
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
+        ngram = drafter.learn(num_drafts, num_accepted)
+        self._rates.learn(ngram, num_drafts, num_accepted)
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Take in the time of a step all of whose tokens were sampled from."""
+        if num_tokens <= FITTED_TOKENS:
+            self._step_time.observe(num_tokens, seconds)
+
+
+def worth(rate: float, price: float, most: int) -> int:
+    """Return the largest j ≤ `most` with rate^j ≥ price."""
+    if rate < price or price >= 1.0:
+        return 0
+    if rate >= 1.0 or price <= 0.0:
+        return most
+    return min(most, int(log(price) / log(rate) + 1e-9)) if rate > 0.0 else 0
