@@ -50,6 +50,7 @@ from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
     copy_bytes,
+    keep,
     multiply_tile,
     pair_rows,
     prefetch,
@@ -268,6 +269,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
                 merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, unit)
+    keep(area)
 
 
 @njit(nogil=True, error_model="numpy")

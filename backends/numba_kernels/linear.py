@@ -20,7 +20,7 @@ from numba import njit
 
 from backends.numba_kernels.compiling import source_key
 from backends.numba_kernels.threads import Kernel
-from backends.numba_kernels.vectors import MAX_ROWS, multiply_tile, read_int64, take_next, write_row
+from backends.numba_kernels.vectors import MAX_ROWS, keep, multiply_tile, read_int64, take_next, write_row
 
 PANEL = 32  # outputs of a panel
 
@@ -73,6 +73,7 @@ def _linear(arguments: int, tag: Any) -> None:
                     write_row(
                         tag, target + r * PANEL * 4, where, width, np.float32(1), bias + column * 4 if bias else 0
                     )
+    keep(sums)
 
 
 @lru_cache(maxsize=1)

@@ -542,3 +542,13 @@ def copy_bytes(typing_context: Any, target: Any, source: Any, count: Any) -> Any
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
+def keep(typing_context: Any, array: Any) -> Any:
+    """Do nothing, but hold `array` until here: compiled code frees an array after its last use, and an address taken from it is none."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        return context.get_dummy_value()
+
+    return types.void(array), generate

@@ -8,12 +8,15 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from numba import njit
 
 from backends.kv_cache import KVCacheSpec
 from backends.numba_cpu import NumbaCpuBackend
 from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.vectors import keep
 from tests.backends.steps import Shape, attend, make_step
 
 SHAPE = Shape(6, 2, 64, 16)
@@ -125,3 +128,20 @@ def test_launches_from_two_threads_at_once_do_not_mix() -> None:
 
     with ThreadPoolExecutor(2) as pool:
         assert all(pool.map(repeat, [0, 1]))
+
+
+def test_a_kept_array_is_not_freed_while_its_address_is_in_use() -> None:
+    """Compiled code frees an array after the block of its last use: without `keep`, an array of a later block lies where it was."""
+
+    @njit
+    def overlaps(rounds: int) -> bool:
+        first = np.empty(4096, np.uint8)
+        address = first.ctypes.data
+        result = False
+        for _ in range(rounds):
+            second = np.empty(4096, np.uint8)
+            result = result or address == second.ctypes.data
+        keep(first)
+        return result
+
+    assert not overlaps(3)
