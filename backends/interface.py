@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -115,4 +115,13 @@ class AttentionBackend(Protocol[PlanT]):
 
         Allocates nothing that a CUDA graph could not replay. A sequence without keys gives zeros and -inf.
         """
+        ...
+
+
+@runtime_checkable
+class ReplayableBackend(AttentionBackend[PlanT], Protocol[PlanT]):
+    """A backend whose kernels read a plan from memory, so that what was launched with one plan can compute another step."""
+
+    def load_plan(self, captured: PlanT, step: PlanT) -> None:
+        """Make `captured`, which launches were recorded or captured with, say what `step` says; `step` must live until they have run."""
         ...

@@ -153,6 +153,10 @@ class NumbaCpuBackend:
             num_threads=num_threads,
         )
 
+    def load_plan(self, captured: NumbaPlan, step: NumbaPlan) -> None:
+        """Copy the header: all that launches know of a plan is where it stands."""
+        captured.header[:] = step.header
+
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: NumbaPlan) -> None:
         """Copy the rows of k and v to their slots, or quantise them; 64-bit offsets throughout."""
         cache = layer.cache

@@ -78,6 +78,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         KVCache(spec, size.num_blocks, device.torch_device),
         num_valid_ids=min(tokenizer.vocab_size, model.config.vocab_size),
         max_model_len=size.max_model_len,
+        max_captured_tokens=config.scheduler.token_budget,
     )
     runner.warm_up(report)
     pool, prefix_cache = open_pool(config.cache, size.num_blocks)

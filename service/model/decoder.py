@@ -67,7 +67,7 @@ class Decoder:
         packed: object = self._head
         if config.tie_embeddings and isinstance(packed, SharedRows):
             self._embed = packed.rows
-        self._mixing: Tensor | None = None  # set where keys are quantised
+        self._mix: Linear | None = None  # set where keys are quantised
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
 
     def kv_cache_spec(
@@ -88,9 +88,9 @@ class Decoder:
     def bind_cache(self, cache: KVCache) -> tuple[AttentionLayer, ...]:
         """Make `attention_layers`, each with its view of `cache`; raises `ModelLoadError` if the cache has another shape."""
         config, spec = self.config, cache.spec
-        self._mixing = None
+        self._mix = None
         if spec.quantised is not None:
-            self._mixing = mixing_matrix(config.head_size, self.dtype, self.device)
+            self._mix = self._ops.pack_linear(mixing_matrix(config.head_size, self.dtype, self.device))  # symmetric
         needed = self.kv_cache_spec(spec.block_size, spec.dtype, spec.quantised)
         if spec != needed:
             raise ModelLoadError(f"the cache {spec} does not fit the model {needed}")
@@ -137,8 +137,8 @@ class Decoder:
                 ops.rms_norm_heads_(k, layer.k_norm, eps)
             cos, sin = rotations[layer.rope_index]
             ops.rotary_(q, k, cos, sin)
-            if self._mixing is not None:
-                q, k = q @ self._mixing, k @ self._mixing
+            if self._mix is not None:  # v comes out too and is not used: one product over rows that lie side by side
+                q, k, _ = self._mix(qkv.view(-1, head_size)).view(num_tokens, -1, head_size).split_with_sizes(split, 1)
             backend.store_kv(k, v, attention, plan)
             backend.run(q, attention, plan, attended)
             block = layer.o(attended_flat)

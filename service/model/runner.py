@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import Any, Generic, Protocol
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
-from backends.interface import AttentionBackend, AttentionLayer, PlanT
+from backends.interface import AttentionBackend, PlanT
 from backends.kv_cache import KVCache
 from backends.torch_threads import calling_thread_only
 from service.engine.batch import (
@@ -25,35 +25,16 @@ from service.engine.batch import (
     StepOutput,
 )
 from service.messages import SamplingParams
+from service.model.graphs import StepGraphs, StepModel
 from service.model.logprobs import prompt_logprobs
 from service.model.packing import PackedStep, pack, shared_slot
 from service.model.sampler import Sampler, Samples
 from service.model.verification import fold, unfold
 
 NON_FINITE = "the model produced logits that are not finite (NaN or infinity)"
+MAX_CAPTURED_TOKENS = 2048  # beyond, a step takes so long that nothing is gained, and the buffers would be large
 WARM_UP_PREFILL = 64  # tokens
 WARM_UP_CONTEXT = 2048  # tokens; enough for backends that split a long context to do so
-
-
-class StepModel(Protocol):
-    """What the runner needs of a decoder."""
-
-    def bind_cache(self, cache: KVCache) -> object:
-        """Make the attention layers views of `cache`."""
-        ...
-
-    @property
-    def attention_layers(self) -> Sequence[AttentionLayer]:
-        """The layers, bound to the cache."""
-        ...
-
-    def forward(self, token_ids: Tensor, positions: Tensor, plan: Any, backend: AttentionBackend[Any]) -> Tensor:
-        """Compute [T] tokens at [T] positions → hidden states [T, hidden]."""
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states [R, hidden] into new float32 logits [R, vocab]."""
-        ...
 
 
 class ModelRunner(Generic[PlanT]):
@@ -67,18 +48,21 @@ class ModelRunner(Generic[PlanT]):
         *,
         num_valid_ids: int,
         max_model_len: int,
+        max_captured_tokens: int = MAX_CAPTURED_TOKENS,
         checks_slots: bool = False,
     ) -> None:
         """Bind `model` to `cache`. Ids from `num_valid_ids` on are padding of the head and never sampled.
 
         `max_model_len` bounds the positions of a warm-up; requests were held to it at the edge.
+        Steps of up to `max_captured_tokens` tokens may be replayed from a captured one; 0 for none.
         `checks_slots` looks at every step for two tokens in one slot, for tests and for hunting a fault: it costs a sort per step.
         """
         model.bind_cache(cache)
-        self._parts: tuple[StepModel, KVCache] | None = (model, cache)
-        self._backend = backend
         self._block_size = cache.spec.block_size
         self._device = cache.layer(0).device
+        max_tokens = min(max_captured_tokens, MAX_CAPTURED_TOKENS)
+        graphs = StepGraphs(model, backend, device=self._device, max_tokens=max_tokens)
+        self._parts: tuple[StepModel, KVCache, StepGraphs[PlanT]] | None = (model, cache, graphs)
         self._num_valid_ids = num_valid_ids
         self._max_model_len = max_model_len
         self._checks_slots = checks_slots
@@ -86,12 +70,12 @@ class ModelRunner(Generic[PlanT]):
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step; see `StepRunner`. Raises `ValueError` for a block table that is too short, whatever torch raises else."""
-        model, cache = self._open_parts()
+        model, cache, graphs = self._open_parts()
         begin = perf_counter()
         with torch.inference_mode():
             cache.copy_blocks(batch.copies)
             entries = unfold(batch.entries)
-            outputs = fold(batch.entries, self._compute(model, entries)) if entries else ()
+            outputs = fold(batch.entries, self._compute(model, graphs, entries)) if entries else ()
         return StepOutput(step_id=batch.step_id, outputs=outputs, compute_s=perf_counter() - begin)
 
     def warm_up(self, report: Callable[[str], None]) -> None:
@@ -100,7 +84,7 @@ class ModelRunner(Generic[PlanT]):
         All tokens go to the null block, which nothing reads for a result; it is zeroed afterwards. Blocks that sequences hold are not
         touched, so that a warm-up may also follow a backend swap.
         """
-        _, cache = self._open_parts()
+        _, cache, _ = self._open_parts()
         checks, self._checks_slots = self._checks_slots, False  # every token of a warm-up shares the null block
         try:
             for phase, entries in warm_up_steps(self._block_size, self._max_model_len):
@@ -119,17 +103,18 @@ class ModelRunner(Generic[PlanT]):
         """Let go of the model and the cache; a step after it raises `RuntimeError`."""
         self._parts = None
 
-    def _open_parts(self) -> tuple[StepModel, KVCache]:
+    def _open_parts(self) -> tuple[StepModel, KVCache, StepGraphs[PlanT]]:
         if self._parts is None:
             raise RuntimeError("the model runner has been closed")
         return self._parts
 
-    def _compute(self, model: StepModel, entries: Sequence[StepEntry]) -> tuple[EntryOutput, ...]:
+    def _compute(
+        self, model: StepModel, graphs: StepGraphs[PlanT], entries: Sequence[StepEntry]
+    ) -> tuple[EntryOutput, ...]:
         packed = pack(entries, self._block_size, self._device)
         if self._checks_slots and (slot := shared_slot(packed.meta.slot_mapping)) is not None:
             raise RuntimeError(f"two tokens of one step would be written to slot {slot}")
-        plan = self._backend.plan(packed.meta, model.attention_layers)
-        hidden = model.forward(packed.token_ids, packed.positions, plan, self._backend)
+        hidden = graphs.forward(packed)
         samples = self._sample(model, hidden, packed, entries)
         scores = self._score_prompts(model, hidden, packed, entries)
         return tuple(
