@@ -11,18 +11,13 @@ import struct
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from backends.numba_kernels.linear import PANEL, linear_kernel
+from backends.numba_kernels.linear import PANEL, STEP_WORDS, linear_kernel
 from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kernel
+from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.packing import pack_kernel
 from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel, scale_kernel
 from backends.ops import Activation, Linear, TorchOps
-
-# Up to so many rows of x, an item is one panel, read once. Beyond, an item is a block of panels and rows that stays in the caches; the
-# speed hardly depends on its size, so it is small, to leave every thread a fair share of a prompt of 64 tokens.
-STREAM_ROWS = 48
-BLOCK_PANELS, BLOCK_ROWS = 4, 48
 
 
 class PackedLinear:
@@ -34,23 +29,26 @@ class PackedLinear:
         "_bias_address",
         "_launch",
         "_packed",
-        "_unpack_rows",
         "num_inputs",
         "num_outputs",
     )
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, unpack_rows: int | None = None) -> None:
-        """Pack weight [N, K], N a multiple of 16 and K even. From `unpack_rows` rows on, torch multiplies by an unpacked copy."""
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, has_tiles: bool = True) -> None:
+        """Pack weight [N, K], N a multiple of 16 and K even.
+
+        It is multiplied on the processor's matrix tiles where there are any (`has_tiles` false forbids it) and K is a multiple of 32: by
+        one kernel for any number of rows, so that a row's result never depends on that number.
+        """
         N, K = weight.shape
         self.num_outputs, self.num_inputs = N, K
-        self._unpack_rows = unpack_rows
         self._packed = torch.empty(N * K, dtype=torch.bfloat16)
         weight = weight.contiguous()
         pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, self._packed.data_ptr(), N, K // 2)
         self._bias = None if bias is None else bias.float().contiguous()
         self._address = self._packed.data_ptr()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._launch = linear_kernel().launch
+        fits = K % (2 * STEP_WORDS) == 0 and has_tiles
+        self._launch = linear_kernel(fits and has_matrix_tiles()).launch
 
     def _panels(self, first: int, last: int) -> Tensor:
         """View outputs first … last - 1 as [panels, K / 2, outputs of a panel, 2]."""
@@ -78,16 +76,12 @@ class PackedLinear:
         T = x.shape[0]
         if x.dtype != torch.bfloat16 or x.stride(1) != 1:
             x = x.to(torch.bfloat16).contiguous()
-        if self._unpack_rows is not None and self._unpack_rows <= T:
-            bias = None if self._bias is None else self._bias.to(torch.bfloat16)
-            return functional.linear(x, self.weight(), bias)
         N = self.num_outputs
         y = torch.empty((T, N), dtype=torch.bfloat16)
-        panels, rows = (1, max(T, 1)) if T <= STREAM_ROWS else (BLOCK_PANELS, BLOCK_ROWS)
         threads = torch.get_num_threads()
         self._launch(
             threads, x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
-            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, panels, rows, threads,
+            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, threads,
         )  # fmt: skip
         return y
 
@@ -113,7 +107,7 @@ class NumbaOps(TorchOps):
         N, K = weight.shape
         if weight.dtype != torch.bfloat16 or N % 16 or K % 2:
             return super().pack_linear(weight, bias)
-        return PackedLinear(weight, bias, unpack_rows=128 if _has_matrix_tiles() else None)
+        return PackedLinear(weight, bias)
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """Copy row by row."""
@@ -210,11 +204,6 @@ class NumbaOps(TorchOps):
             T * width, gate_up.data_ptr(), gate_up.stride(0) * size, half * size, y.data_ptr(), half * size, T, half, kind
         )  # fmt: skip
         return y
-
-
-def _has_matrix_tiles() -> bool:
-    """Say whether the processor has AMX: then torch's large products are ten times faster than vectors, even with an unpacking before."""
-    return bool(torch.cpu._is_amx_tile_supported())
 
 
 def _float_bits(number: float) -> int:

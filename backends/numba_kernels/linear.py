@@ -1,13 +1,14 @@
 """x @ weight.T for bfloat16 weights in panels of 32 outputs. Not for float32: there exactness comes first and torch's BLAS is fast.
 
 Layout of a packed weight [N, K] (N a multiple of 16, K even): panel p holds outputs 32 p … 32 p + 31 (the last may hold 16) as K/2 rows
-of one 32-bit word per output, two neighbouring values of k in a word. So a launch reads every weight once, in address order, and a tile
-needs neither transposes nor sums over lanes. Invariant: an output depends on its own row of x alone, bit for bit.
+of one 32-bit word per output, two neighbouring values of k in a word. So a launch reads every weight once, in address order, and neither
+vectors nor matrix tiles need transposes or sums over lanes. Invariant: an output depends on its own row of x alone, bit for bit.
 
-Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, panels per item, rows per item,
-number of threads.
-One item: `panels per item` panels for `rows per item` rows of x, in groups of at most MAX_ROWS rows that stay in L1 while the panels
-stay in L2.
+Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, number of threads. There are two
+bodies of them: one for matrix tiles, K a multiple of 32, and one for vectors.
+
+With few rows, an item is a panel, which is read from memory once and in order. With many, it is a block that stays in the second-level
+cache, and memory would idle while later rows meet a panel that is there already: then the thread's next panels are fetched.
 """
 
 from __future__ import annotations
@@ -19,20 +20,136 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.matrix_tiles import (
+    CONFIGURATION_BYTES,
+    LINE_BYTES,
+    MAX_TILE_ROWS,
+    configure_tiles,
+    multiply_tiles,
+    release_tiles,
+)
 from backends.numba_kernels.threads import Kernel
-from backends.numba_kernels.vectors import MAX_ROWS, keep, multiply_tile, read_int64, take_next, write_row
+from backends.numba_kernels.vectors import MAX_ROWS, keep, multiply_tile, read_int64, take_next, write_row, write_rows
 
 PANEL = 32  # outputs of a panel
+STEP_WORDS = 16  # words of k in a step of matrix tiles
+
+# Vectors: up to so many rows, an item is one panel.
+STREAM_ROWS = 48
+BLOCK_PANELS, BLOCK_ROWS = 4, 48
+# Matrix tiles: rows x steps of a block of x are at most 768 KiB, beside 4 panels of as many steps (400 KiB), of 2 MiB.
+TILE_BLOCK_ROWS, TILE_BLOCK_STEPS = 256, 48
+TILE_BLOCK_CELLS = TILE_BLOCK_ROWS * TILE_BLOCK_STEPS
 
 
 @njit(nogil=True, error_model="numpy")
-def _linear(arguments: int, tag: Any) -> None:
+def _part(index: int, count: int, total: int) -> int:
+    """Return where part `index` begins when `total` is divided as evenly as it goes into `count` parts."""
+    return index * total // count
+
+
+@njit(nogil=True, error_model="numpy")
+def _linear_tiles(arguments: int, tag: Any) -> None:
+    x, x_stride = read_int64(arguments + 8), read_int64(arguments + 16)
+    packed, bias = read_int64(arguments + 24), read_int64(arguments + 32)
+    y, y_stride = read_int64(arguments + 40), read_int64(arguments + 48)
+    T, N, words = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
+    num_threads = read_int64(arguments + 80)
+    num_panels = (N + PANEL - 1) // PANEL
+    num_groups = (T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
+    steps = words // STEP_WORDS
+
+    # The blocks: of panels, of groups of rows, and of steps.
+    panel_blocks, row_blocks, step_blocks = num_panels, 1, 1
+    if num_groups > 1:
+        step_blocks = (steps + TILE_BLOCK_STEPS - 1) // TILE_BLOCK_STEPS
+        block_groups = max(1, TILE_BLOCK_CELLS * step_blocks // (steps * MAX_TILE_ROWS))
+        row_blocks = (num_groups + block_groups - 1) // block_groups
+        panel_blocks = (num_panels + BLOCK_PANELS - 1) // BLOCK_PANELS
+        # As many items for each thread.
+        panel_blocks = min(num_panels, (panel_blocks + num_threads - 1) // num_threads * num_threads)
+        if panel_blocks == num_panels and panel_blocks * row_blocks < 2 * num_threads:
+            row_blocks = max(row_blocks, min(num_groups, (2 * num_threads + num_panels - 1) // num_panels))
+    num_items = panel_blocks * row_blocks
+    fetches = num_groups > 1 and num_items >= 2 * num_threads
+
+    most_groups = (num_groups + row_blocks - 1) // row_blocks
+    most_panels = (num_panels + panel_blocks - 1) // panel_blocks
+    tile_bytes = MAX_TILE_ROWS * PANEL * 4
+    area = np.empty(
+        2 * CONFIGURATION_BYTES + (tile_bytes if step_blocks == 1 else most_groups * most_panels * tile_bytes), np.uint8
+    )
+    sums = (area.ctypes.data + CONFIGURATION_BYTES + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    configured = 0
+    item = take_next(arguments)
+    while item < num_items:
+        # Drawn ahead, to be fetched meanwhile.
+        upcoming = take_next(arguments) if fetches else num_items
+        panel, last_panel = (
+            _part(item % panel_blocks, panel_blocks, num_panels),
+            _part(item % panel_blocks + 1, panel_blocks, num_panels),
+        )
+        first_group, last_group = (
+            _part(item // panel_blocks, row_blocks, num_groups),
+            _part(item // panel_blocks + 1, row_blocks, num_groups),
+        )
+        groups = max(1, last_group - first_group)  # none for no rows
+        lines = (2 * STEP_WORDS + groups - 1) // groups
+        for block in range(step_blocks):
+            step = _part(block, step_blocks, steps)
+            block_steps = _part(block + 1, step_blocks, steps) - step
+            next_panel, next_step = panel, _part(block + 1, step_blocks, steps)
+            if block == step_blocks - 1:
+                next_panel, next_step = _part(upcoming % panel_blocks, panel_blocks, num_panels), 0
+            fetched_lines = lines if fetches and (block < step_blocks - 1 or upcoming < num_items) else 0
+            for group in range(first_group, last_group):
+                row = group * MAX_TILE_ROWS
+                count = min(MAX_TILE_ROWS, T - row)
+                if count != configured:
+                    configure_tiles(area.ctypes.data, count)
+                    configured = count
+                for index in range(last_panel - panel):
+                    column = (panel + index) * PANEL
+                    width = min(PANEL, N - column)
+                    target = sums
+                    if step_blocks > 1:
+                        target += ((group - first_group) * most_panels + index) * tile_bytes
+                    following = packed + (next_panel + index) * PANEL * words * 4 + next_step * STEP_WORDS * PANEL * 4
+                    multiply_tiles(
+                        tag,
+                        count,
+                        width // 16,
+                        x + row * x_stride + step * STEP_WORDS * 4,
+                        x_stride,
+                        packed + column * words * 4 + step * STEP_WORDS * width * 4,
+                        width * 4,
+                        target,
+                        PANEL * 4,
+                        block_steps,
+                        block > 0,
+                        following + (group - first_group) * block_steps * lines * LINE_BYTES,
+                        fetched_lines,
+                    )
+                    if block == step_blocks - 1:
+                        where = y + row * y_stride + column * 2
+                        shift = bias + column * 4 if bias else 0
+                        write_rows(count, width // 16, target, PANEL * 4, where, y_stride, shift)
+        item = upcoming if fetches else take_next(arguments)
+    release_tiles()
+    keep(area)
+
+
+@njit(nogil=True, error_model="numpy")
+def _linear_vectors(arguments: int, tag: Any) -> None:
     x, x_stride = read_int64(arguments + 8), read_int64(arguments + 16)
     packed, bias = read_int64(arguments + 24), read_int64(arguments + 32)
     y, y_stride = read_int64(arguments + 40), read_int64(arguments + 48)
     T, N, steps = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
-    panels_per_item, rows_per_item = read_int64(arguments + 80), read_int64(arguments + 88)
-    num_threads = read_int64(arguments + 96)
+    num_threads = read_int64(arguments + 80)
+    panels_per_item, rows_per_item = 1, max(T, 1)
+    if T > STREAM_ROWS:
+        # The speed hardly depends on a block's size, so it is small, to leave every thread a fair share of a prompt of 64 tokens.
+        panels_per_item, rows_per_item = BLOCK_PANELS, BLOCK_ROWS
     num_panels = (N + PANEL - 1) // PANEL
     panel_items = (num_panels + panels_per_item - 1) // panels_per_item
     num_items = panel_items * ((T + rows_per_item - 1) // rows_per_item)
@@ -52,7 +169,6 @@ def _linear(arguments: int, tag: Any) -> None:
             for panel in range(first_panel, min(first_panel + panels_per_item, num_panels)):
                 column = panel * PANEL
                 width = min(PANEL, N - column)
-                # While later rows meet a panel that is already in L2, memory would idle: the thread's next panel is fetched then.
                 ahead = num_threads * PANEL * steps * 4 if group > 0 and column + num_threads * PANEL < N else 0
                 multiply_tile(
                     tag,
@@ -76,13 +192,17 @@ def _linear(arguments: int, tag: Any) -> None:
     keep(sums)
 
 
-@lru_cache(maxsize=1)
-def linear_kernel() -> Kernel:
-    """Compile the kernel, or load it from the cache."""
+@lru_cache(maxsize=2)
+def linear_kernel(has_tiles: bool) -> Kernel:
+    """Compile one of the two bodies, or load it from the cache. Tiles must have been granted, see `has_matrix_tiles`."""
     key = source_key()
 
-    def linear_bf16(arguments: int) -> None:
+    def linear_tiles_bf16(arguments: int) -> None:
         if key:
-            _linear(arguments, np.uint16(0))
+            _linear_tiles(arguments, np.uint16(0))
 
-    return Kernel(linear_bf16, 12)
+    def linear_vectors_bf16(arguments: int) -> None:
+        if key:
+            _linear_vectors(arguments, np.uint16(0))
+
+    return Kernel(linear_tiles_bf16 if has_tiles else linear_vectors_bf16, 10)

@@ -153,11 +153,12 @@ def has_scales(kind: Any) -> bool:
     return bool(kind in (types.int8, types.uint8))
 
 
-def emit_prefetch(b: Builder, address: Value) -> None:
-    """Ask for the cache line at an address, to read, into L2."""
+def emit_prefetch(b: Builder, address: Value, *, to_write: bool = False) -> None:
+    """Ask for the cache line at an address, into L2: to read, or alone among the processors, to write."""
     pointer = ir.IntType(8).as_pointer()
     function = get_function(b, "llvm.prefetch.p0", ir.VoidType(), [pointer, I32, I32, I32])
-    b.call(function, [b.inttoptr(address, pointer), ir.Constant(I32, 0), ir.Constant(I32, 2), ir.Constant(I32, 1)])
+    write = ir.Constant(I32, int(to_write))
+    b.call(function, [b.inttoptr(address, pointer), write, ir.Constant(I32, 2), ir.Constant(I32, 1)])
 
 
 def _multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: Value) -> Value:
@@ -467,6 +468,71 @@ def write_row(typing_context: Any, tag: Any, source: Any, target: Any, count: An
         return context.get_dummy_value()
 
     return signature, generate
+
+
+@intrinsic
+def write_rows(
+    typing_context: Any,
+    rows: Any,
+    columns: Any,
+    source: Any,
+    source_stride: Any,
+    target: Any,
+    target_stride: Any,
+    bias: Any,
+) -> Any:
+    """target[r, :] = source[r, :] + bias for `rows` rows of `columns` (1 or 2) vectors of float32, rounded to bfloat16.
+
+    Strides are in bytes. `bias` is the address of float32 values; zero for none.
+    """
+    signature = types.void(*[types.int64] * 7)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        rows, columns, source, source_stride, target, target_stride, bias = arguments
+        is_wide = b.icmp_signed(">", columns, ir.Constant(I64, 1))
+        with b.if_else(is_wide) as (wide, narrow):
+            for branch, width in ((wide, 2), (narrow, 1)):
+                with branch:
+                    _emit_write_rows(b, width, rows, source, source_stride, target, target_stride, bias)
+        return context.get_dummy_value()
+
+    return signature, generate
+
+
+def _emit_write_rows(
+    b: Builder,
+    width: int,
+    rows: Value,
+    source: Value,
+    source_stride: Value,
+    target: Value,
+    target_stride: Value,
+    bias: Value,
+) -> None:
+    # Adding minus zero changes no number, not even minus zero.
+    shifts = [cgutils.alloca_once_value(b, constant(-0.0)) for _ in range(width)]
+    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
+        for n, shift in enumerate(shifts):
+            b.store(emit_load(b, emit_at(b, bias, 64 * n), VF), shift)
+    kept = [b.load(shift) for shift in shifts]
+    with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, 1), intp=I64) as (r, _):
+        at, to = b.add(source, b.mul(r, source_stride)), b.add(target, b.mul(r, target_stride))
+        for n in range(width):
+            total = b.fadd(emit_load(b, emit_at(b, at, 64 * n), VF), kept[n])
+            emit_store(b, emit_round_bf16(b, total), emit_at(b, to, 32 * n))
+
+
+@intrinsic
+def prefetch_rows(typing_context: Any, rows: Any, address: Any, stride: Any) -> Any:
+    """Ask for the cache line at `address` in each of `rows` rows, to write."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        rows, address, stride = arguments
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, 1), intp=I64) as (r, _):
+            emit_prefetch(b, b.add(address, b.mul(r, stride)), to_write=True)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
 
 
 @intrinsic

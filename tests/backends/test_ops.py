@@ -161,14 +161,6 @@ def test_a_packed_weight_gives_back_its_rows_and_itself(N: int, K: int) -> None:
     assert packed.rows(ids[:0]).shape == (0, K)
 
 
-def test_products_of_many_rows_may_go_through_an_unpacked_weight() -> None:
-    weight, bias = random_numbers(96, 64, dtype=torch.bfloat16), random_numbers(96, dtype=torch.bfloat16)
-    x = random_numbers(40, 64, dtype=torch.bfloat16)
-    through_torch = PackedLinear(weight, bias, unpack_rows=40)
-    assert_close(through_torch(x), PackedLinear(weight, bias)(x), torch.bfloat16)
-    assert torch.equal(through_torch(x[:39]), PackedLinear(weight, bias)(x[:39]))
-
-
 @pytest.mark.parametrize("factory", [torch.float16, torch.float64], ids=str)
 def test_types_without_kernels_run_in_torch(factory: torch.dtype) -> None:
     ops: Any = open_ops(torch.device("cpu"), factory)
