@@ -19,10 +19,12 @@ from torch import Tensor
 from backends.interface import AttentionLayer, AttentionMetadata, DeviceInfo
 from backends.kv_cache import KVCacheSpec
 from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.attention_tiles import attend_tiles_kernel
+from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.parts import HEADER_FIELDS, PART_KEYS, QUERY_FIELDS, TILE_FIELDS
 from backends.numba_kernels.quantised import FP8, INT8, PLAIN
 from backends.numba_kernels.storing import store_kernel, store_quantised_kernel
-from backends.numba_kernels.threads import describe_threads
+from backends.numba_kernels.threads import Kernel, describe_threads
 from backends.numba_kernels.vectors import HAS_BF16_DOT, HAS_WIDE
 
 # Rows of (query, head) in a tile: enough that packing keys costs a few percent, few enough that the tile stays in L2.
@@ -74,6 +76,7 @@ class NumbaCpuBackend:
         return {
             **describe_threads(),
             "vectors": "512 bit" if HAS_WIDE else "as wide as the processor's",
+            "attention": "matrix tiles" if has_matrix_tiles() else "vectors",
             "bfloat16": "AVX512_BF16 dot products" if HAS_BF16_DOT else "widened to float32",
         }
 
@@ -82,7 +85,7 @@ class NumbaCpuBackend:
         is_bf16 = spec.dtype == torch.bfloat16
         elements = _ELEMENTS.get(spec.quantised, PLAIN)
         report("preparing kernels: attention")
-        attend_kernel(is_bf16, elements)
+        _attend_kernel(is_bf16, elements, spec.block_size, spec.head_size)
         report("preparing kernels: key and value writes")
         if elements:
             store_quantised_kernel(is_bf16, elements)
@@ -163,7 +166,7 @@ class NumbaCpuBackend:
         wanted = _kernel_dtype(k, layer)
         if k.dtype != wanted:
             k, v = k.to(wanted), v.to(wanted)
-        _, Hkv, D = k.shape
+        T, Hkv, D = k.shape
         size = k.element_size()
         k_row, k_head, k_step = k.stride()
         v_row, v_head, v_step = v.stride()
@@ -172,10 +175,10 @@ class NumbaCpuBackend:
         rows = (k.data_ptr(), k_row * size, k_head * size, v.data_ptr(), v_row * size, v_head * size)
         step = (plan.address, Hkv, cache.shape[3])
         if layer.scales is None:
-            store_kernel().launch(plan.num_threads, *rows, *_cache_arguments(cache), *step, D * size)
+            store_kernel().start(T * Hkv * D, *rows, *_cache_arguments(cache), *step, D * size)
         else:
             kernel = store_quantised_kernel(k.dtype == torch.bfloat16, _ELEMENTS[cache.dtype])
-            kernel.launch(plan.num_threads, *rows, *_cache_arguments(cache), *step, D, *_scale_arguments(layer))
+            kernel.start(T * Hkv * D, *rows, *_cache_arguments(cache), *step, D, *_scale_arguments(layer))
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: NumbaPlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend over all tiles, merging split contexts. Rows of q past the last sequence (padding) become zeros and -inf."""
@@ -195,12 +198,19 @@ class NumbaCpuBackend:
         assert lse is None or lse.stride(1) == 1, "the last dimension of lse must be contiguous"
         H, Hkv, D = layer.num_heads, layer.num_kv_heads, layer.head_size
         lse_address, lse_row = (lse.data_ptr(), lse.stride(0) * 4) if lse is not None else (0, 0)
-        attend_kernel(is_bf16, _ELEMENTS.get(cache.dtype, PLAIN)).launch(
+        _attend_kernel(is_bf16, _ELEMENTS.get(cache.dtype, PLAIN), cache.shape[3], D).launch(
             plan.num_threads,
             q.data_ptr(), q_row * size, q_head * size, out.data_ptr(), out_row * size, out_head * size, lse_address, lse_row,
             *_cache_arguments(cache), plan.address, cache.shape[3], D, H // Hkv, Hkv, layer.window or 0,
             _float_bits(layer.scale), _float_bits(layer.soft_cap or 0.0), *_scale_arguments(layer),
         )  # fmt: skip
+
+
+def _attend_kernel(is_bf16: bool, elements: str, block_size: int, head_size: int) -> Kernel:
+    """Return the kernel for a shape; nothing about a step is asked, or its rows could depend on their neighbours."""
+    if is_bf16 and block_size % 16 == 0 and head_size % 32 == 0 and has_matrix_tiles():
+        return attend_tiles_kernel(elements)
+    return attend_kernel(is_bf16, elements)
 
 
 def _kernel_dtype(rows: Tensor, layer: AttentionLayer) -> torch.dtype:

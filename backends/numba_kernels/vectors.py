@@ -49,20 +49,20 @@ VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType
 _NEGATIVE = -1e30  # stands for minus infinity in running maxima: the difference of two infinities would be NaN
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
+class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
     """LLVM's bfloat, which llvmlite does not know."""
 
     def _to_string(self) -> str:
         return "bfloat"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
+        return isinstance(other, BFloat)
 
     def __hash__(self) -> int:
-        return hash(_BFloat)
+        return hash(BFloat)
 
 
-_VB = ir.VectorType(_BFloat(), 2 * LANES)
+_VB = ir.VectorType(BFloat(), 2 * LANES)
 
 Builder = Any  # llvmlite has no types
 Value = Any
@@ -101,7 +101,7 @@ def emit_fma(b: Builder, x: Value, y: Value, z: Value) -> Value:
     return b.fadd(b.fmul(x, y), z)
 
 
-def _maximum(b: Builder, x: Value, y: Value) -> Value:
+def emit_maximum(b: Builder, x: Value, y: Value) -> Value:
     return b.select(b.fcmp_ordered(">", x, y), x, y)
 
 
@@ -135,7 +135,7 @@ def emit_exp(b: Builder, x: Value) -> Value:
 def emit_round_bf16(b: Builder, x: Value) -> Value:
     """Round 16 float32 to bfloat16 bits, ties to even; a NaN stays a NaN."""
     if HAS_BF16_DOT:
-        narrow = ir.VectorType(_BFloat(), LANES)
+        narrow = ir.VectorType(BFloat(), LANES)
         return b.bitcast(b.call(get_function(b, "llvm.x86.avx512bf16.cvtneps2bf16.512", narrow, [VF]), [x]), VH)
     bits = b.bitcast(x, VI)
     odd = b.and_(b.lshr(bits, ir.Constant(VI, [16] * LANES)), ir.Constant(VI, [1] * LANES))
@@ -297,19 +297,21 @@ def transpose_words(typing_context: Any, sources: Any, offset: Any, words: Any, 
         rows = [b.add(emit_load(b, emit_at(b, sources, 8 * i), I64), offset) for i in range(LANES)]
         with b.if_else(b.icmp_signed("==", words, ir.Constant(I64, LANES))) as (full, half):
             with full:
-                _emit_transpose(b, [emit_load(b, row, VI) for row in rows], LANES, target, stride)
+                _store_rows(b, emit_transpose(b, [emit_load(b, row, VI) for row in rows]), target, stride)
             with half:
                 narrow = ir.VectorType(I32, LANES // 2)
                 widen = ir.Constant(VI, [i % (LANES // 2) for i in range(LANES)])
                 loaded = [emit_load(b, row, narrow) for row in rows]
-                _emit_transpose(b, [b.shuffle_vector(v, v, widen) for v in loaded], LANES // 2, target, stride)
+                turned = emit_transpose(b, [b.shuffle_vector(v, v, widen) for v in loaded])
+                _store_rows(b, turned[: LANES // 2], target, stride)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-def _emit_transpose(b: Builder, rows: list[Value], count: int, target: Value, stride: Value) -> None:
-    """Swap index bits between row and lane, one bit a round."""
+def emit_transpose(b: Builder, rows: list[Value]) -> list[Value]:
+    """Transpose 16 vectors of words: swap index bits between row and lane, one bit a round."""
+    rows = list(rows)
     for bit in (1, 2, 4, 8):
         low = ir.Constant(VI, [LANES + lane - bit if lane & bit else lane for lane in range(LANES)])
         high = ir.Constant(VI, [LANES + lane if lane & bit else lane + bit for lane in range(LANES)])
@@ -317,8 +319,12 @@ def _emit_transpose(b: Builder, rows: list[Value], count: int, target: Value, st
             if not i & bit:
                 x, y = rows[i], rows[i + bit]
                 rows[i], rows[i + bit] = b.shuffle_vector(x, y, low), b.shuffle_vector(x, y, high)
-    for i in range(count):
-        emit_store(b, rows[i], target)
+    return rows
+
+
+def _store_rows(b: Builder, rows: Sequence[Value], target: Value, stride: Value) -> None:
+    for row in rows:
+        emit_store(b, row, target)
         target = b.add(target, stride)
 
 
@@ -397,8 +403,8 @@ def weigh_row(
             # Unseen scores become so small that exp gives exactly zero below, even if the maximum itself is _NEGATIVE.
             score_seen = b.select(seen, score, constant(2 * _NEGATIVE))
             emit_store(b, score_seen, at)
-            b.store(_maximum(b, score_seen, b.load(best)), best)
-        new = emit_reduce(b, b.load(best), lambda x, y: _maximum(b, x, y))
+            b.store(emit_maximum(b, score_seen, b.load(best)), best)
+        new = emit_reduce(b, b.load(best), lambda x, y: emit_maximum(b, x, y))
         maximum = emit_splat(b, new, VF)
         total = cgutils.alloca_once_value(b, constant(0.0))
         with cgutils.for_range_slice(b, zero, vectors, one, intp=I64) as (i, _):
@@ -581,6 +587,17 @@ def write_int64(typing_context: Any, address: Any, value: Any) -> Any:
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         emit_store(b, arguments[1], arguments[0])
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), generate
+
+
+@intrinsic
+def write_int32(typing_context: Any, address: Any, value: Any) -> Any:
+    """Store the low half of an int64."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        emit_store(b, b.trunc(arguments[1], I32), arguments[0])
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import random
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,11 +16,14 @@ import pytest
 import torch
 from numba import njit
 
+from backends import numba_cpu
 from backends.kv_cache import KVCacheSpec
 from backends.numba_cpu import NumbaCpuBackend
 from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.matrix_tiles import has_matrix_tiles
+from backends.numba_kernels.parts import PART_KEYS
 from backends.numba_kernels.vectors import keep
-from tests.backends.steps import Shape, attend, make_step
+from tests.backends.steps import LSE_TOLERANCE, TOLERANCE, Shape, assert_rows_agree, attend, expected, make_step
 
 SHAPE = Shape(6, 2, 64, 16)
 
@@ -90,6 +96,87 @@ def test_launches_of_one_step_serve_another_whose_header_is_copied_into_its_own(
         backend.run(step.q, step.layer(), plan, out, lse)
         assert torch.equal(out, wanted)
         assert torch.equal(lse, wanted_lse)
+
+
+@pytest.mark.parametrize("quantised", [None, torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("window", [None, 300])
+def test_a_prompt_in_chunks_and_decodes_gives_the_bits_of_the_prompt_as_a_whole(
+    window: int | None, has_tiles: bool, quantised: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On matrix tiles and on vectors: what a row gets does not depend on how many rows are computed with it, nor on how keys are split."""
+    if has_tiles and not has_matrix_tiles():
+        pytest.skip("this processor has no matrix tiles")
+    monkeypatch.setattr(numba_cpu, "has_matrix_tiles", lambda: has_tiles)
+    backend = NumbaCpuBackend()
+    whole = make_step(SHAPE, [(700, 700)], torch.bfloat16, quantised=quantised)
+    layer = whole.layer(window=window)
+    wanted, wanted_lse = attend(backend, whole, layer)
+    for sizes in ([600, 40, 3, 1, 1, 1, 54], [1, 2, 5, 9, 256, 240, 180, 1, 6]):
+        done = 0
+        for size in sizes:
+            rows = slice(done, done + size)
+            done += size
+            meta = replace(
+                whole.meta,
+                query_start_loc=torch.tensor([0, size], dtype=torch.int32),
+                seq_lens=torch.tensor([done], dtype=torch.int32),
+                slot_mapping=whole.meta.slot_mapping[rows],
+                max_query_len=size,
+                max_seq_len=done,
+            )
+            chunk = replace(whole, meta=meta, q=whole.q[rows], k=whole.k[rows], v=whole.v[rows])
+            out, lse = attend(backend, chunk, layer)
+            assert torch.equal(out, wanted[rows])
+            assert torch.equal(lse, wanted_lse[rows])
+
+
+@pytest.mark.parametrize("group", [1, 3, 4, 5, 8, 9, 16])
+def test_vectors_and_matrix_tiles_agree_for_every_number_of_query_heads(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lanes are shared by 4, 2 or 1 groups of keys, and a tile may have rows that nobody asked for."""
+    backend = NumbaCpuBackend()
+    shape = Shape(2 * group, 2, 96, 32)
+    step = make_step(shape, [(1, 500), (2, 70), (5, 37), (1, 1), (23, 23)], torch.bfloat16)
+    for has_tiles in {has_matrix_tiles(), False}:
+        monkeypatch.setattr(numba_cpu, "has_matrix_tiles", lambda has_tiles=has_tiles: has_tiles)
+        for options in ({}, {"soft_cap": 4.0}, {"window": 19, "scale": 0.5}):
+            layer = step.layer(**options)
+            out, lse = attend(backend, step, layer)
+            wanted, wanted_lse = expected(step, layer)
+            assert_rows_agree(out, wanted, TOLERANCE[torch.bfloat16])
+            assert ((lse - wanted_lse).abs() <= LSE_TOLERANCE * (1 + wanted_lse.abs())).all()
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 16])
+def test_a_plan_covers_every_key_of_every_row_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only the first tile of a row may hold more than one part, because parts are folded from the first on."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    chooser = random.Random(num_threads)
+    for _ in range(30):
+        sequences = []
+        for _ in range(chooser.randrange(1, 12)):
+            length = chooser.choice([1, 15, 255, 256, 257, 384, 385, 1000, 3000])
+            sequences.append((min(length, chooser.choice([0, 1, 1, 1, 3, 16, 17, 200])), length))
+        step = make_step(SHAPE, sequences, torch.bfloat16, spare_rows=chooser.randrange(3))
+        plan = NumbaCpuBackend().plan(step.meta, [step.layer()])
+        seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(step.q))}
+        for first_query, count, first, last, _, part in plan.tiles.tolist():
+            for row, position, place, parts in plan.queries[first_query : first_query + count].tolist():
+                seen[row].append((first, min(last, position + 1), part))
+                assert part <= parts
+                assert part == 0 or place + part <= len(plan.part_sums)
+        ends = [length - count + i + 1 for count, length in sequences for i in range(count)]
+        for row, spans in seen.items():
+            spans.sort()
+            wanted_end = ends[row] if row < len(ends) else 0
+            assert spans[0][0] == 0
+            assert max(last for _, last, _ in spans) == wanted_end
+            assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+            assert all(first % PART_KEYS == 0 and last - first <= PART_KEYS for first, last, _ in spans[1:])
+            assert len(spans) == max(1, plan.queries[row, 3])
+            assert [part for *_, part in spans] == (list(range(1, len(spans) + 1)) if plan.queries[row, 3] else [0])
 
 
 def test_preparing_names_what_is_compiled() -> None:
