@@ -25,11 +25,20 @@ from backends.numba_kernels.matrix_tiles import (
     LINE_BYTES,
     MAX_TILE_ROWS,
     configure_tiles,
-    multiply_tiles,
+    multiply_tiles_and_write,
     release_tiles,
 )
 from backends.numba_kernels.threads import Kernel
-from backends.numba_kernels.vectors import MAX_ROWS, keep, multiply_tile, read_int64, take_next, write_row, write_rows
+from backends.numba_kernels.vectors import (
+    MAX_ROWS,
+    keep,
+    multiply_tile,
+    read_int64,
+    take_next,
+    write_float,
+    write_row,
+    write_rows,
+)
 
 PANEL = 32  # outputs of a panel
 STEP_WORDS = 16  # words of k in a step of matrix tiles
@@ -76,11 +85,16 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
     most_groups = (num_groups + row_blocks - 1) // row_blocks
     most_panels = (num_panels + panel_blocks - 1) // panel_blocks
     tile_bytes = MAX_TILE_ROWS * PANEL * 4
-    area = np.empty(
-        2 * CONFIGURATION_BYTES + (tile_bytes if step_blocks == 1 else most_groups * most_panels * tile_bytes), np.uint8
-    )
-    sums = (area.ctypes.data + CONFIGURATION_BYTES + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    num_tiles = 2 if step_blocks == 1 else most_groups * most_panels
+    area = np.empty(LINE_BYTES + CONFIGURATION_BYTES + PANEL * 4 + num_tiles * tile_bytes, np.uint8)
+    configuration = (area.ctypes.data + LINE_BYTES - 1) // LINE_BYTES * LINE_BYTES
+    no_bias = configuration + CONFIGURATION_BYTES  # minus zeros: adding them changes no number
+    for i in range(PANEL):
+        write_float(no_bias + 4 * i, np.float32(-0.0))
+    sums = no_bias + PANEL * 4
     configured = 0
+    # A tile of sums is rounded and written while the next one is computed.
+    pending_rows, pending, where, shift = 0, sums, y, no_bias
     item = take_next(arguments)
     while item < num_items:
         # Drawn ahead, to be fetched meanwhile.
@@ -106,16 +120,17 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
                 row = group * MAX_TILE_ROWS
                 count = min(MAX_TILE_ROWS, T - row)
                 if count != configured:
-                    configure_tiles(area.ctypes.data, count)
+                    configure_tiles(configuration, count)
                     configured = count
                 for index in range(last_panel - panel):
                     column = (panel + index) * PANEL
                     width = min(PANEL, N - column)
-                    target = sums
-                    if step_blocks > 1:
-                        target += ((group - first_group) * most_panels + index) * tile_bytes
+                    if step_blocks == 1:
+                        target = sums + tile_bytes if pending == sums else sums
+                    else:
+                        target = sums + ((group - first_group) * most_panels + index) * tile_bytes
                     following = packed + (next_panel + index) * PANEL * words * 4 + next_step * STEP_WORDS * PANEL * 4
-                    multiply_tiles(
+                    multiply_tiles_and_write(
                         tag,
                         count,
                         width // 16,
@@ -129,12 +144,22 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
                         block > 0,
                         following + (group - first_group) * block_steps * lines * LINE_BYTES,
                         fetched_lines,
+                        pending_rows,
+                        pending,
+                        where,
+                        y_stride,
+                        shift,
                     )
+                    pending_rows = 0
                     if block == step_blocks - 1:
-                        where = y + row * y_stride + column * 2
-                        shift = bias + column * 4 if bias else 0
-                        write_rows(count, width // 16, target, PANEL * 4, where, y_stride, shift)
+                        pending, where = target, y + row * y_stride + column * 2
+                        shift = bias + column * 4 if bias else no_bias
+                        if width == PANEL:
+                            pending_rows = count
+                        else:
+                            write_rows(count, 1, pending, PANEL * 4, where, y_stride, shift)
         item = upcoming if fetches else take_next(arguments)
+    write_rows(pending_rows, 2, pending, PANEL * 4, where, y_stride, shift)
     release_tiles()
     keep(area)
 

@@ -489,56 +489,41 @@ def write_rows(
 ) -> Any:
     """target[r, :] = source[r, :] + bias for `rows` rows of `columns` (1 or 2) vectors of float32, rounded to bfloat16.
 
-    Strides are in bytes. `bias` is the address of float32 values; zero for none.
+    Strides are in bytes; `bias` is the address of as many float32 values, minus zeros for none.
     """
     signature = types.void(*[types.int64] * 7)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        rows, columns, source, source_stride, target, target_stride, bias = arguments
-        is_wide = b.icmp_signed(">", columns, ir.Constant(I64, 1))
-        with b.if_else(is_wide) as (wide, narrow):
-            for branch, width in ((wide, 2), (narrow, 1)):
-                with branch:
-                    _emit_write_rows(b, width, rows, source, source_stride, target, target_stride, bias)
+        rows, columns, *rest = arguments
+        zero = ir.Constant(I64, 0)
+        with b.if_else(b.icmp_signed(">", columns, ir.Constant(I64, 1))) as (wide, narrow):
+            with wide:
+                emit_write_rows(b, 2, zero, rows, *rest)
+            with narrow:
+                emit_write_rows(b, 1, zero, rows, *rest)
         return context.get_dummy_value()
 
     return signature, generate
 
 
-def _emit_write_rows(
+def emit_write_rows(
     b: Builder,
-    width: int,
-    rows: Value,
+    columns: int,
+    first: Value,
+    last: Value,
     source: Value,
     source_stride: Value,
     target: Value,
     target_stride: Value,
     bias: Value,
 ) -> None:
-    # Adding minus zero changes no number, not even minus zero.
-    shifts = [cgutils.alloca_once_value(b, constant(-0.0)) for _ in range(width)]
-    with b.if_then(b.icmp_signed("!=", bias, ir.Constant(I64, 0))):
-        for n, shift in enumerate(shifts):
-            b.store(emit_load(b, emit_at(b, bias, 64 * n), VF), shift)
-    kept = [b.load(shift) for shift in shifts]
-    with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, 1), intp=I64) as (r, _):
-        at, to = b.add(source, b.mul(r, source_stride)), b.add(target, b.mul(r, target_stride))
-        for n in range(width):
-            total = b.fadd(emit_load(b, emit_at(b, at, 64 * n), VF), kept[n])
+    """Do what `write_rows` does, for rows first … last - 1."""
+    with cgutils.for_range_slice(b, first, last, ir.Constant(I64, 1), intp=I64) as (row, _):
+        at, to = b.add(source, b.mul(row, source_stride)), b.add(target, b.mul(row, target_stride))
+        for n in range(columns):
+            shift = emit_load(b, emit_at(b, bias, 64 * n), VF)
+            total = b.fadd(emit_load(b, emit_at(b, at, 64 * n), VF), shift)
             emit_store(b, emit_round_bf16(b, total), emit_at(b, to, 32 * n))
-
-
-@intrinsic
-def prefetch_rows(typing_context: Any, rows: Any, address: Any, stride: Any) -> Any:
-    """Ask for the cache line at `address` in each of `rows` rows, to write."""
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        rows, address, stride = arguments
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), rows, ir.Constant(I64, 1), intp=I64) as (r, _):
-            emit_prefetch(b, b.add(address, b.mul(r, stride)), to_write=True)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), generate
 
 
 @intrinsic
