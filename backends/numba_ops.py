@@ -17,7 +17,9 @@ from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kern
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.packing import pack_kernel
 from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel, scale_kernel
-from backends.ops import Activation, Linear, TorchOps
+from backends.numba_quantised import QuantisedLinear, can_pack
+from backends.ops import Activation, Linear, TorchOps, Weight
+from backends.quantised_weights import QuantisedWeight
 
 
 class PackedLinear:
@@ -102,8 +104,12 @@ class NumbaOps(TorchOps):
         self._scale = scale_kernel(is_bf16)
         self._copy = copy_rows_kernel()
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Pack a bfloat16 weight into panels; keep a float32 one (or an odd shape) for torch."""
+        if isinstance(weight, QuantisedWeight):
+            if self._dtype == torch.bfloat16 and can_pack(weight):
+                return QuantisedLinear(weight, bias)
+            return super().pack_linear(weight, bias)
         N, K = weight.shape
         if weight.dtype != torch.bfloat16 or N % 16 or K % 2:
             return super().pack_linear(weight, bias)

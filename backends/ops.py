@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from backends.quantised_weights import QuantisedWeight
+
 Activation = Literal["silu", "gelu_tanh", "gelu"]
+Weight = Tensor | QuantisedWeight
 Linear = Callable[[Tensor], Tensor]  # [T, K] → [T, N]
 
 
@@ -25,8 +28,11 @@ class Ops(Protocol):
 
     name: str
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Prepare x @ weight.T + bias for weight [N, K]. May keep `weight` in another layout: the caller drops its own reference."""
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Prepare x @ weight.T + bias for weight [N, K]. May keep `weight` in another layout: the caller drops its own reference.
+
+        A linear of a quantised weight rounds its inputs as the kernels for it need, and has `rows` to look up rows of the weight.
+        """
         ...
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -63,8 +69,10 @@ class TorchOps:
 
     name = "torch"
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """Keep the weight as it is."""
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        """Keep the weight as it is; a quantised one as the numbers it stands for."""
+        if isinstance(weight, QuantisedWeight):
+            return DequantisedLinear(weight, bias)
         return lambda x: functional.linear(x, weight, bias)
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
@@ -108,6 +116,22 @@ class TorchOps:
         else:
             active = functional.gelu(gate, approximate="tanh" if activation == "gelu_tanh" else "none")
         return (active * up).to(gate_up.dtype)
+
+
+class DequantisedLinear:
+    """The definition of a linear with a quantised weight: in float32, with nothing rounded but the result."""
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None) -> None:
+        self._weight = weight.dequantise()
+        self._bias = None if bias is None else bias.float()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` [T] of the weight in bfloat16, [T, K]."""
+        return self._weight.index_select(0, ids).to(torch.bfloat16)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply; → x's dtype."""
+        return functional.linear(x.float(), self._weight, self._bias).to(x.dtype)
 
 
 def open_ops(device: torch.device, dtype: torch.dtype) -> Ops:

@@ -56,6 +56,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         dtype=config.model.dtype,
         device=device.torch_device,
         max_model_len=config.model.max_model_len,
+        quantise=config.model.quantize,
     )
     tokenizer, template = _text_layer(model, config)
     spec = model.decoder.kv_cache_spec(config.cache.block_size, quantised=QUANTISED_DTYPES[config.cache.kv_dtype])

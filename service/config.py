@@ -33,6 +33,7 @@ class ModelConfig(Section, frozen=True, kw_only=True):
 
     path: str = "smollm2-135m"  # directory, .gguf file, Hugging Face repository id, or the built-in name
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantize: Literal["none", "stored", "int8", "int4"] = "none"  # how a CPU holds the matrices, see ops/README.md
     max_model_len: Positive | None = None  # None: what the model declares, as far as the pool allows
     served_name: str | None = None  # None: the last part of `path`
     chat_template: str | None = None  # a Jinja file that replaces the model's own
@@ -108,6 +109,7 @@ class Config(Section, frozen=True, kw_only=True):
 FLAG_ALIASES = {
     "--model": "model.path",
     "--dtype": "model.dtype",
+    "--quantize": "model.quantize",
     "--max-model-len": "model.max_model_len",
     "--served-name": "model.served_name",
     "--chat-template": "model.chat_template",

@@ -34,11 +34,11 @@ def _copy_rows(arguments: int) -> None:
             if 0 <= row < num_rows:
                 copy_bytes(out + t * out_stride, table + row * stride, length)
             else:
-                _fill(out + t * out_stride, length)
+                fill_with_nan(out + t * out_stride, length)
 
 
 @njit(nogil=True, error_model="numpy")
-def _fill(target: int, length: int) -> None:
+def fill_with_nan(target: int, length: int) -> None:
     """Set `length` bytes, a multiple of 4, to 255."""
     for i in range(0, length, 4):
         write_float(target + i, _NO_NUMBER)
@@ -57,7 +57,7 @@ def _copy_panel_rows(arguments: int) -> None:
         for t in range(first, min(first + ROWS_PER_ITEM, T)):
             row = read_int64(ids + t * 8)
             if not 0 <= row < N:
-                _fill(out + t * out_stride, steps * 4)
+                fill_with_nan(out + t * out_stride, steps * 4)
                 continue
             column = row // PANEL * PANEL
             width = min(PANEL, N - column)

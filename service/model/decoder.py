@@ -18,7 +18,7 @@ from torch import Tensor
 
 from backends.interface import AttentionBackend, AttentionLayer
 from backends.kv_cache import KVCache, KVCacheSpec
-from backends.ops import Linear, Ops
+from backends.ops import Linear, Ops, Weight
 from backends.torch_threads import calling_thread_only
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
@@ -47,8 +47,8 @@ class Decoder:
         """Pack all weights, reading `weights.layers` one at a time. Positions from `max_model_len` on cannot be computed."""
         self.config = config
         self.max_model_len = max_model_len
-        self.device = weights.embedding.device
-        self.dtype = weights.embedding.dtype
+        self.device = weights.final_norm.device
+        self.dtype = weights.dtype
         self.attention_layers: tuple[AttentionLayer, ...] = ()
         self._ops = ops
         # Gemma's factor is rounded to the model's dtype first, as its reference does.
@@ -63,12 +63,20 @@ class Decoder:
         # The norm that follows a layer's last addition: the next layer's first, or the final one.
         self._next_norms = (*(layer.attention_norm for layer in self._layers[1:]), weights.final_norm)
         self._head: Linear = ops.pack_linear(weights.head)
-        self._embed: Callable[[Tensor], Tensor] = partial(ops.rows, weights.embedding)
-        packed: object = self._head
-        if config.tie_embeddings and isinstance(packed, SharedRows):
-            self._embed = packed.rows
+        self._embed = self._lookup(weights.embedding)
         self._mix: Linear | None = None  # set where keys are quantised
         self._split = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
+
+    def _lookup(self, embedding: Weight) -> Callable[[Tensor], Tensor]:
+        """Return what looks rows of the embedding up: the head that shares it, or a copy of its own."""
+        packed: object = self._head
+        if self.config.tie_embeddings and isinstance(packed, SharedRows):
+            return packed.rows
+        if isinstance(embedding, Tensor):
+            return partial(self._ops.rows, embedding)
+        table: object = self._ops.pack_linear(embedding)
+        assert isinstance(table, SharedRows)  # every linear of a quantised weight is
+        return table.rows
 
     def kv_cache_spec(
         self, block_size: int, dtype: torch.dtype | None = None, quantised: torch.dtype | None = None

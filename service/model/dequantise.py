@@ -17,6 +17,8 @@ from gguf.quants import dequantize
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backends.quantised_weights import decode_q4_0, decode_q4_1, decode_q8_0, halves
+
 PLAIN_TYPES: Mapping[GGMLQuantizationType, torch.dtype] = MappingProxyType(
     {
         GGMLQuantizationType.F32: torch.float32,
@@ -49,41 +51,16 @@ def _by_blocks(data: NDArray[np.uint8], kind: GGMLQuantizationType, out: Tensor)
         DECODERS[kind](blocks[first : first + step].to(out.device), rows[first : first + step])
 
 
-def _halves(blocks: Tensor, first: int, count: int) -> Tensor:
-    """Return `count` float16 numbers from byte `first` of each block, [n, count] float32."""
-    return blocks[:, first : first + 2 * count].contiguous().view(torch.float16).float()
-
-
 # Each decoder takes blocks [n, bytes] and fills out [n, elements of a block].
-
-
-def _q4_0(blocks: Tensor, out: Tensor) -> None:
-    """Scale, then 16 bytes whose low halves are elements 0-15 and high halves 16-31, offset by 8."""
-    scale, nibbles = _halves(blocks, 0, 1), blocks[:, 2:]
-    out[:, :16] = ((nibbles & 15).float() - 8).mul_(scale)
-    out[:, 16:] = ((nibbles >> 4).float() - 8).mul_(scale)
-
-
-def _q4_1(blocks: Tensor, out: Tensor) -> None:
-    """Scale and minimum, then halves of bytes as in Q4_0 without an offset."""
-    scale, minimum = _halves(blocks, 0, 2).split_with_sizes([1, 1], 1)
-    nibbles = blocks[:, 4:]
-    out[:, :16] = torch.addcmul(minimum, (nibbles & 15).float(), scale)
-    out[:, 16:] = torch.addcmul(minimum, (nibbles >> 4).float(), scale)
 
 
 def _q5_0(blocks: Tensor, out: Tensor) -> None:
     """Scale, 4 bytes with the fifth bit of each of 32 elements, then halves of bytes as in Q4_0, offset by 16."""
-    scale, nibbles = _halves(blocks, 0, 1), blocks[:, 6:]
+    scale, nibbles = halves(blocks, 0, 1), blocks[:, 6:]
     bits = torch.arange(8, dtype=torch.uint8, device=blocks.device)
     fifth = ((blocks[:, 2:6, None] >> bits) & 1).view(-1, 32) << 4  # bit b of byte B belongs to element 8 B + b
     out[:, :16] = ((nibbles & 15) | fifth[:, :16]).float().sub_(16).mul_(scale)
     out[:, 16:] = ((nibbles >> 4) | fifth[:, 16:]).float().sub_(16).mul_(scale)
-
-
-def _q8_0(blocks: Tensor, out: Tensor) -> None:
-    """Scale, then 32 signed bytes."""
-    out.copy_(blocks[:, 2:].view(torch.int8).float().mul_(_halves(blocks, 0, 1)))
 
 
 def _q4_k(blocks: Tensor, out: Tensor) -> None:
@@ -113,7 +90,7 @@ def _q6_k(blocks: Tensor, out: Tensor) -> None:
     low = blocks[:, :128].view(-1, 2, 2, 32)  # [n, half, j % 2, i]
     shifts = torch.tensor([0, 2, 4, 6], dtype=torch.uint8, device=blocks.device).view(4, 1)
     high = ((blocks[:, 128:192].view(-1, 2, 1, 32) >> shifts) & 3) << 4  # [n, half, j, i]
-    scale = blocks[:, 192:208].view(torch.int8).float() * _halves(blocks, 208, 1)  # [n, 16]
+    scale = blocks[:, 192:208].view(torch.int8).float() * halves(blocks, 208, 1)  # [n, 16]
     numbers = (torch.cat([low & 15, low >> 4], dim=2) | high).float().sub_(32)  # [n, half, j, i]
     out.view(-1, 16, 16).copy_(numbers.view(-1, 16, 16).mul_(scale[:, :, None]))
 
@@ -127,16 +104,16 @@ def _group_scales(blocks: Tensor) -> tuple[Tensor, Tensor]:
     first, second, third = blocks[:, 4:16].split_with_sizes([4, 4, 4], 1)
     scales = torch.cat([first & 63, (third & 15) | ((first >> 6) << 4)], dim=1).float()
     minima = torch.cat([second & 63, (third >> 4) | ((second >> 6) << 4)], dim=1).float()
-    whole = _halves(blocks, 0, 2)
+    whole = halves(blocks, 0, 2)
     return (scales * whole[:, :1]).view(-1, 4, 2, 1), (minima * -whole[:, 1:]).view(-1, 4, 2, 1)
 
 
 DECODERS: Mapping[GGMLQuantizationType, Callable[[Tensor, Tensor], None]] = MappingProxyType(
     {
-        GGMLQuantizationType.Q4_0: _q4_0,
-        GGMLQuantizationType.Q4_1: _q4_1,
+        GGMLQuantizationType.Q4_0: decode_q4_0,
+        GGMLQuantizationType.Q4_1: decode_q4_1,
         GGMLQuantizationType.Q5_0: _q5_0,
-        GGMLQuantizationType.Q8_0: _q8_0,
+        GGMLQuantizationType.Q8_0: decode_q8_0,
         GGMLQuantizationType.Q4_K: _q4_k,
         GGMLQuantizationType.Q5_K: _q5_k,
         GGMLQuantizationType.Q6_K: _q6_k,

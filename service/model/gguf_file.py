@@ -16,9 +16,10 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
+from backends.quantised_weights import BLOCK, BLOCK_BYTES, Format, QuantisedWeight
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
-from service.model.dequantise import dequantise
+from service.model.dequantise import PLAIN_TYPES, dequantise
 from service.model.gguf_header import read_gguf_header
 from service.model.registry import Family
 from service.model.weights import TensorSpec
@@ -44,6 +45,15 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
         "gate_up": "ffn_up",  # where gate and up are one tensor, it has up's name
         "down": "ffn_down",
         "post_mlp_norm": "post_ffw_norm",
+    }
+)
+
+
+BLOCK_FORMATS: Mapping[GGMLQuantizationType, Format] = MappingProxyType(
+    {
+        GGMLQuantizationType.Q4_0: "q4_0",
+        GGMLQuantizationType.Q4_1: "q4_1",
+        GGMLQuantizationType.Q8_0: "q8_0",
     }
 )
 
@@ -100,15 +110,33 @@ class GgufFile:
     def read(self, spec: TensorSpec, out: Tensor) -> None:
         """Dequantise a tensor into `out`; raises `ModelLoadError` for a type that the gguf library cannot decode."""
         entry = self._tensors[spec.name]
-        raw = self._data[entry.start : entry.start + entry.num_bytes]
-        if spec.rotary_heads is not None and self._family.gguf_permutes_qk:
-            raw = _pairs_to_halves(raw, spec.rotary_heads, spec.shape[0])
         try:
-            dequantise(raw, entry.kind, out)
+            dequantise(self._raw(spec), entry.kind, out)
         except NotImplementedError as error:
             raise ModelLoadError(
                 f"{self.description}: tensor {spec.name} is of type {entry.kind.name}, which is not supported"
             ) from error
+
+    def blocks(self, spec: TensorSpec) -> QuantisedWeight | None:
+        """Return a matrix as the blocks that the file holds, without copying them where the order of rows allows."""
+        found = BLOCK_FORMATS.get(self._tensors[spec.name].kind)
+        if found is None:
+            return None
+        data = torch.from_numpy(self._raw(spec)).view(spec.shape[0], spec.shape[1] // BLOCK, BLOCK_BYTES[found])
+        return QuantisedWeight(found, data)
+
+    def exact_dtype(self, name: str) -> torch.dtype:
+        """Return the float type that a tensor's numbers are read into without a loss, float32 at most."""
+        dtype = PLAIN_TYPES.get(self._tensors[name].kind, torch.float32)
+        return torch.float32 if dtype == torch.float64 else dtype
+
+    def _raw(self, spec: TensorSpec) -> NDArray[np.uint8]:
+        """Return a tensor's bytes with its rows in Hugging Face's order."""
+        entry = self._tensors[spec.name]
+        raw = self._data[entry.start : entry.start + entry.num_bytes]
+        if spec.rotary_heads is not None and self._family.gguf_permutes_qk:
+            raw = _pairs_to_halves(raw, spec.rotary_heads, spec.shape[0])
+        return raw
 
     def _floats(self, name: str) -> list[float]:
         entry = self._tensors[name]

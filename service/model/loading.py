@@ -18,6 +18,7 @@ from service.model.checked_files import read_json
 from service.model.config import DecoderConfig
 from service.model.decoder import Decoder
 from service.model.gguf_file import GgufFile
+from service.model.quantisation import Quantisation
 from service.model.safetensors_files import SafetensorsFolder
 from service.model.weights import TensorSource, read_weights
 
@@ -53,21 +54,26 @@ def load_model(
     device: torch.device | None = None,
     max_model_len: int | None = None,
     ops: Ops | None = None,
+    quantise: Quantisation = "none",
 ) -> LoadedModel:
     """Load the folder or `.gguf` file at `path`.
 
     `dtype` "auto" is the checkpoint's own; float16 becomes bfloat16 on a CPU (same size, no overflow, and the faster one there), and
     quantised GGUF types, whose blocks carry 8 significant bits at most, become bfloat16. `max_model_len` defaults to the declared
-    context; `ops` to the fastest for the device and dtype. Raises `ModelLoadError`.
+    context; `ops` to the fastest for the device and dtype. `quantise` says how matrices are held (see `quantisation`); then activations
+    are bfloat16 and the device is a CPU. Raises `ModelLoadError`.
     """
     device = device or torch.device("cpu")
+    if quantise != "none":
+        _check_quantisation(quantise, dtype, device)
+        dtype = "bfloat16"
     if path.is_dir():
         config = _folder_config(path)
         with SafetensorsFolder(path, config.family) as folder:
             chosen = _choose_dtype(
                 dtype, config.declared_dtype or STORED_DTYPES.get(folder.embedding_dtype, "float32"), device
             )
-            return _build(path.name, config, folder, chosen, device, max_model_len, ops, path)
+            return _build(path.name, config, folder, chosen, device, max_model_len, ops, path, quantise)
     if not path.exists():
         raise ModelLoadError(f"there is no model at {path}")
     if path.suffix == ".safetensors":
@@ -75,7 +81,15 @@ def load_model(
     file = GgufFile(path)
     stored = STORED_DTYPES.get(file.main_type.name, "bfloat16")
     return _build(
-        path.stem, file.config, file, _choose_dtype(dtype, stored, device), device, max_model_len, ops, file.metadata
+        path.stem,
+        file.config,
+        file,
+        _choose_dtype(dtype, stored, device),
+        device,
+        max_model_len,
+        ops,
+        file.metadata,
+        quantise,
     )
 
 
@@ -86,6 +100,19 @@ def _folder_config(folder: Path) -> DecoderConfig:
         return DecoderConfig.from_hf(config, read_json(generation) if generation.exists() else None)
     except ModelLoadError as error:
         raise ModelLoadError(f"{folder}: {error.message}") from error
+
+
+def _check_quantisation(quantise: Quantisation, dtype: DtypeName, device: torch.device) -> None:
+    """Raise `ModelLoadError` for what quantised weights cannot be combined with."""
+    if device.type != "cpu":
+        raise ModelLoadError(
+            f"model.quantize is {quantise}: quantised weights run on the CPU only; set backend.device to cpu or model.quantize to none"
+        )
+    if dtype not in ("auto", "bfloat16"):
+        raise ModelLoadError(
+            f"model.quantize is {quantise} and model.dtype is {dtype}: quantised weights multiply bfloat16 activations; "
+            "set model.dtype to auto or model.quantize to none"
+        )
 
 
 def _choose_dtype(asked: DtypeName, stored: str, device: torch.device) -> torch.dtype:
@@ -105,9 +132,10 @@ def _build(
     max_model_len: int | None,
     ops: Ops | None,
     tokenizer_source: Path | dict[str, object],
+    quantise: Quantisation,
 ) -> LoadedModel:
     length = _model_len(config, max_model_len)
-    weights = read_weights(config, source, dtype, device)
+    weights = read_weights(config, source, dtype, device, quantise)
     decoder = Decoder(config, weights, ops or open_ops(device, dtype), length)
     return LoadedModel(
         name=name,

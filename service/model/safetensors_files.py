@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any, TypeGuard
 
 import structlog
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -139,6 +140,14 @@ class SafetensorsFolder:
             out.copy_(self._open[file].get_tensor(spec.name))
         except (SafetensorError, OSError) as error:
             raise ModelLoadError(f"{self._folder / file}: cannot read {spec.name}: {error}") from error
+
+    def blocks(self, spec: TensorSpec) -> None:  # noqa: ARG002  # part of the protocol
+        """Return nothing: these files hold plain numbers."""
+        return
+
+    def exact_dtype(self, name: str) -> torch.dtype:
+        """Return the float type that a tensor's numbers are read into without a loss, float32 at most."""
+        return {"F16": torch.float16, "BF16": torch.bfloat16}.get(self._dtypes[name], torch.float32)
 
     def _assign(self) -> dict[str, str]:
         """Return the file of every tensor."""

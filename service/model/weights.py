@@ -18,8 +18,11 @@ import structlog
 import torch
 from torch import Tensor
 
+from backends.ops import Weight
+from backends.quantised_weights import QuantisedWeight
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
+from service.model.quantisation import Quantisation, quantised_weight
 
 log = structlog.get_logger()
 
@@ -68,23 +71,31 @@ class TensorSource(Protocol):
         """Fill `out`, a tensor of the spec's shape and any float dtype and device, in Hugging Face's row order."""
         ...
 
+    def blocks(self, spec: TensorSpec) -> QuantisedWeight | None:
+        """Return a matrix in the same order as the integers that the file holds; None where it holds others or none."""
+        ...
+
+    def exact_dtype(self, name: str) -> torch.dtype:
+        """Return the float type that a tensor's numbers are read into without a loss, float32 at most."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
     """One layer. H query heads, Hkv key/value heads of size D, hidden size N, intermediate size I. Norms are float32."""
 
     attention_norm: Tensor  # [N]
-    qkv: Tensor  # [(H + 2 Hkv) D, N]
+    qkv: Weight  # [(H + 2 Hkv) D, N]
     qkv_bias: Tensor | None
     q_norm: Tensor | None  # [D]
     k_norm: Tensor | None
-    o: Tensor  # [N, H D]
+    o: Weight  # [N, H D]
     o_bias: Tensor | None
     post_attention_norm: Tensor | None  # [N]
     mlp_norm: Tensor  # [N]
-    gate_up: Tensor  # [2 I, N]
+    gate_up: Weight  # [2 I, N]
     gate_up_bias: Tensor | None
-    down: Tensor  # [N, I]
+    down: Weight  # [N, I]
     down_bias: Tensor | None
     post_mlp_norm: Tensor | None  # [N]
 
@@ -93,14 +104,19 @@ class LayerWeights:
 class DecoderWeights:
     """A whole decoder. `layers` reads one layer at a time, so that packing a layer need not keep two copies of all."""
 
-    embedding: Tensor  # [V, N]
+    embedding: Weight  # [V, N]
     final_norm: Tensor  # [N] float32
-    head: Tensor  # [V, N]; the embedding itself where they are tied
+    head: Weight  # [V, N]; the embedding itself where they are tied
+    dtype: torch.dtype  # of activations, and of weights that are not quantised
     layers: Iterator[LayerWeights]
 
 
 def read_weights(
-    config: DecoderConfig, source: TensorSource, dtype: torch.dtype, device: torch.device
+    config: DecoderConfig,
+    source: TensorSource,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantisation: Quantisation = "none",
 ) -> DecoderWeights:
     """Check all tensors, then read those outside the layers; `layers` reads the rest as it is consumed.
 
@@ -108,17 +124,18 @@ def read_weights(
     """
     needs = _Needs(config, source.naming)
     _check(needs, source, config)
-    reader = _Reader(source, dtype, device)
-    embedding = reader.matrix(needs.embedding)
-    head = embedding if config.tie_embeddings else reader.matrix(needs.head)
+    reader = _Reader(source, dtype, device, quantisation)
+    embedding = reader.weight(needs.embedding, is_table=True)
+    head = embedding if config.tie_embeddings else reader.weight(needs.head, is_table=True)
     # Some exporters leave a copy of the embedding in; another matrix means that the configuration or the export is wrong.
     has_copy = config.tie_embeddings and source.shapes.get(needs.head.name) == needs.head.shape
-    if has_copy and not torch.equal(reader.matrix(needs.head), embedding):
+    if has_copy and not torch.equal(reader.matrix(needs.head), reader.matrix(needs.embedding)):
         log.warning("model.tied_head_differs", source=source.description, name=needs.head.name)
     return DecoderWeights(
         embedding=embedding,
         final_norm=reader.norm(needs.final_norm),
         head=head,
+        dtype=dtype,
         layers=_read_ahead(partial(_read_layer, needs, reader), config.num_layers),
     )
 
@@ -216,13 +233,23 @@ class _Needs:
 
 
 class _Reader:
-    """Allocates tensors of the model's dtype and fills them from the source."""
+    """Allocates tensors of the model's dtype and fills them from the source; quantises matrices where that is asked for."""
 
-    def __init__(self, source: TensorSource, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, source: TensorSource, dtype: torch.dtype, device: torch.device, quantisation: Quantisation
+    ) -> None:
         self._source = source
         self._norm_offset = source.norm_offset
         self._dtype = dtype
         self._device = device
+        self._quantisation = quantisation
+
+    def weight(self, *specs: TensorSpec, is_table: bool = False) -> Weight:
+        """Read matrices stacked along their first dimension, in the form that the quantisation wants; a table is an embedding or a head."""
+        if self._quantisation == "none":
+            return self.matrix(*specs)
+        quantised = quantised_weight(self._source, specs, self._quantisation, is_table=is_table)
+        return self.matrix(*specs) if quantised is None else quantised
 
     def matrix(self, *specs: TensorSpec) -> Tensor:
         """Read tensors stacked along their first dimension."""
@@ -244,17 +271,17 @@ def _read_layer(needs: _Needs, reader: _Reader, index: int) -> LayerWeights:
     has_sandwich = config.family.has_sandwich_norms
     return LayerWeights(
         attention_norm=reader.norm(needs.single(index, "attention_norm")),
-        qkv=reader.matrix(*needs.qkv(index, "weight")),
+        qkv=reader.weight(*needs.qkv(index, "weight")),
         qkv_bias=reader.matrix(*needs.qkv(index, "bias")) if config.qkv_bias else None,
         q_norm=reader.norm(needs.single(index, "q_norm")) if config.qk_norm else None,
         k_norm=reader.norm(needs.single(index, "k_norm")) if config.qk_norm else None,
-        o=reader.matrix(needs.single(index, "o")),
+        o=reader.weight(needs.single(index, "o")),
         o_bias=reader.matrix(needs.single(index, "o", "bias")) if config.o_bias else None,
         post_attention_norm=reader.norm(needs.single(index, "post_attention_norm")) if has_sandwich else None,
         mlp_norm=reader.norm(needs.single(index, "mlp_norm")),
-        gate_up=reader.matrix(*needs.gate_up(index, "weight")),
+        gate_up=reader.weight(*needs.gate_up(index, "weight")),
         gate_up_bias=reader.matrix(*needs.gate_up(index, "bias")) if config.mlp_bias else None,
-        down=reader.matrix(needs.single(index, "down")),
+        down=reader.weight(needs.single(index, "down")),
         down_bias=reader.matrix(needs.single(index, "down", "bias")) if config.mlp_bias else None,
         post_mlp_norm=reader.norm(needs.single(index, "post_mlp_norm")) if has_sandwich else None,
     )

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from backends.ops import Ops
 from service.model.loading import LoadedModel, load_model
+from service.model.quantisation import Quantisation
 
 GGUF_NAMES = {
     "model.embed_tokens": "token_embd",
@@ -107,10 +108,15 @@ def write_folder(folder: Path, config: Mapping[str, Any], state: Mapping[str, Te
 
 
 def load(
-    path: Path, *, dtype: Any = "float32", max_model_len: int | None = None, ops: Ops | None = None
+    path: Path,
+    *,
+    dtype: Any = "float32",
+    max_model_len: int | None = None,
+    ops: Ops | None = None,
+    quantise: Quantisation = "none",
 ) -> LoadedModel:
     """Load in float32 unless told otherwise."""
-    return load_model(path, ops=ops, dtype=dtype, max_model_len=max_model_len)
+    return load_model(path, ops=ops, dtype=dtype, max_model_len=max_model_len, quantise=quantise)
 
 
 def folder_state(folder: Path) -> dict[str, Tensor]:

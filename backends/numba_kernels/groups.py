@@ -1,0 +1,373 @@
+"""Products of integer weights with rows that are quantised on the spot, group by group of the inner dimension.
+
+    y[n] = Σ over groups g of  x_scale[g] * (d[n, g] * Σ code[n, k] * x_code[k]  +  m[n, g] * Σ x_code[k])
+
+The inner sums are of integers and therefore exact in any order and on any instructions; the outer one runs over the groups in turn. So a
+row's result is the same, bit for bit, whatever computes it and whatever rows stand beside it.
+
+A *strip* is 16 outputs with all their groups, one behind the other, as `linear_quantised` reads it. In a group a 32-bit word holds, for
+one output, 4 neighbouring codes (a byte each) or 4 + 4 codes (a byte's low half: k + 0 … 3, its high half: 16 further on, as in GGUF):
+
+    q4_0   4 rows of 16 words, then 16 d                     288 bytes    k: 32
+    q4_1   4 rows of 16 words, 16 d, 16 m                    320
+    q8_0   8 rows of 16 words, 16 d                          544
+    int8   16 rows of 16 words (and a float32 d once, behind the last group)   1024    k: 64
+
+A row of x becomes its codes (int8, the largest magnitude of a group is 127) and, for each group, 8 bytes of *side*: the scale and what
+the kind needs of the sum of the codes. A `kind` argument selects the format at compile time, by the types in KINDS.
+Invariant: a NaN or an infinity in a group of x gives a scale that is one, and shows in the result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+import llvmlite.binding as llvm
+import numpy as np
+from llvmlite import ir
+from numba import types
+
+from backends.numba_kernels.vectors import (
+    F32,
+    FEATURES,
+    HAS_WIDE,
+    I32,
+    I64,
+    LANES,
+    VF,
+    VH,
+    VI,
+    Builder,
+    Value,
+    cgutils,
+    constant,
+    emit_at,
+    emit_fma,
+    emit_load,
+    emit_reduce,
+    emit_round_bf16,
+    emit_splat,
+    emit_store,
+    get_function,
+    intrinsic,
+)
+
+_TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # LLVM changed the instruction's types
+HAS_BYTE_DOT = "avx512vnni" in FEATURES and HAS_WIDE
+HAS_HALF = bool({"f16c", "avx512f", "neon"} & FEATURES)
+MAX_STRIP_ROWS = 8 if HAS_WIDE else 2  # two sums of 16 for each row stay in registers
+SIDE_BYTES = 8
+_MAGIC = 1.5 * 2**23  # adding it leaves the nearest integer, ties to even, in the low bits of a float32
+_MAGIC_BITS = 0x4B40_0000
+_SMALLEST = 1e-30  # below it a group of x counts as zero: its reciprocal would overflow
+_BYTES = ir.VectorType(ir.IntType(8), LANES)
+_DOT_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What sets a format apart. `offset` is subtracted from every code; `tag` stands for the format in Numba's types."""
+
+    group: int  # codes of an output in a group
+    bits: int
+    has_scales: bool  # d in every group, not once
+    has_minima: bool
+    offset: int
+    tag: Any
+
+    @property
+    def code_bytes(self) -> int:
+        """Bytes of a group's codes in a strip."""
+        return self.group * self.bits // 8 * LANES
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a group in a strip."""
+        return self.code_bytes + 2 * LANES * (self.has_scales + self.has_minima)
+
+    @property
+    def tail_bytes(self) -> int:
+        """Bytes behind the last group of a strip."""
+        return 0 if self.has_scales else 4 * LANES
+
+
+KINDS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "q4_0": Kind(32, 4, True, False, 8, np.int16(0)),
+        "q4_1": Kind(32, 4, True, True, 0, np.uint16(0)),
+        "q8_0": Kind(32, 8, True, False, 0, np.uint8(0)),
+        "int8": Kind(64, 8, False, False, 0, np.int8(0)),
+    }
+)
+
+
+def _kind_of(tag: Any) -> Kind:
+    return next(kind for kind in KINDS.values() if str(tag) == kind.tag.dtype.name)
+
+
+def _integers(value: int) -> Value:
+    return ir.Constant(VI, [value] * LANES)
+
+
+def _fact(read: Callable[[Kind], int]) -> Any:
+    """Make an intrinsic that returns a number of a kind, as a constant."""
+
+    @intrinsic
+    def fact(typing_context: Any, kind: Any) -> Any:
+        number = read(_kind_of(kind))
+
+        def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+            return ir.Constant(I64, number)
+
+        return types.int64(kind), generate
+
+    return fact
+
+
+group_bytes = _fact(lambda kind: kind.group_bytes)
+group_size = _fact(lambda kind: kind.group)
+tail_bytes = _fact(lambda kind: kind.tail_bytes)
+
+
+@intrinsic
+def quantise_groups(typing_context: Any, kind: Any, source: Any, codes: Any, sides: Any, groups: Any) -> Any:
+    """Turn `groups` groups of bfloat16 numbers at `source` into codes and sides."""
+    facts = _kind_of(kind)
+    vectors = facts.group // LANES
+    # Eight-bit codes are multiplied as code + 128 (see `_emit_codes`), and the excess is taken off here.
+    offset = 128 if facts.bits == 8 and HAS_BYTE_DOT else facts.offset
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, source, codes, sides, groups = arguments
+        with cgutils.for_range_slice(b, ir.Constant(I64, 0), groups, ir.Constant(I64, 1), intp=I64) as (g, _):
+            first = b.mul(g, ir.Constant(I64, facts.group))
+            words = []
+            for v in range(vectors):
+                at = emit_at(b, b.add(source, b.shl(first, ir.Constant(I64, 1))), 2 * LANES * v)
+                words.append(b.shl(b.zext(emit_load(b, at, VH), VI), _integers(16)))
+            # Magnitudes are compared as integers, where the order is that of the numbers and a NaN is above infinity.
+            highest = _integers(0)
+            for word in words:
+                magnitude = b.and_(word, _integers(0x7FFF_FFFF))
+                highest = b.select(b.icmp_signed(">", magnitude, highest), magnitude, highest)
+            top = b.bitcast(emit_reduce(b, highest, lambda x, y: b.select(b.icmp_signed(">", x, y), x, y)), F32)
+            is_nothing = b.fcmp_ordered("<", top, ir.Constant(F32, _SMALLEST))
+            limit, none = ir.Constant(F32, 127.0), ir.Constant(F32, 0.0)
+            scale = b.select(is_nothing, none, b.fmul(top, ir.Constant(F32, 1 / 127)))
+            inverse = emit_splat(b, b.select(is_nothing, none, b.fdiv(limit, top)), VF)
+            total = _integers(0)
+            for v, word in enumerate(words):
+                code = b.bitcast(emit_fma(b, b.bitcast(word, VF), inverse, constant(_MAGIC)), VI)
+                emit_store(b, b.trunc(code, _BYTES), emit_at(b, b.add(codes, first), LANES * v))
+                total = b.add(total, b.sub(code, _integers(_MAGIC_BITS)))
+            side = b.add(sides, b.mul(g, ir.Constant(I64, SIDE_BYTES)))
+            emit_store(b, scale, side)
+            if facts.has_minima or offset:
+                of_codes = emit_reduce(b, total, lambda x, y: b.add(x, y))
+                if facts.has_minima:
+                    emit_store(b, b.fmul(scale, b.sitofp(of_codes, F32)), emit_at(b, side, 4))
+                else:
+                    emit_store(b, b.mul(of_codes, ir.Constant(I32, -offset)), emit_at(b, side, 4))
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 4), generate
+
+
+def _emit_dot(b: Builder, total: Value, codes: Value, x: Value) -> Value:
+    """Add the products of 4 codes (unsigned bytes where there is an instruction for it, else signed) with 4 signed bytes of x, in each lane."""
+    if HAS_BYTE_DOT:
+        name = "llvm.x86.avx512.vpdpbusd.512"
+        if _TAKES_BYTES:
+            dot = get_function(b, name, VI, [VI, _DOT_BYTES, _DOT_BYTES])
+            return b.call(dot, [total, b.bitcast(codes, _DOT_BYTES), b.bitcast(x, _DOT_BYTES)])
+        return b.call(get_function(b, name, VI, [VI, VI, VI]), [total, codes, x])
+    for byte in range(4):
+        up = _integers(24 - 8 * byte)
+        parts = [b.ashr(b.shl(word, up) if byte < 3 else word, _integers(24)) for word in (codes, x)]
+        total = b.add(total, b.mul(*parts))
+    return total
+
+
+def _emit_codes(b: Builder, facts: Kind, word: Value) -> list[Value]:
+    """Spread the codes of a row of words to bytes that `_emit_dot` takes."""
+    if facts.bits == 4:
+        low = _integers(0x0F0F_0F0F)
+        return [b.and_(word, low), b.and_(b.lshr(word, _integers(4)), low)]
+    return [b.xor(word, _integers(0x8080_8080))] if HAS_BYTE_DOT else [word]
+
+
+def emit_halves(b: Builder, address: Value) -> Value:
+    """Load 16 float16 as float32."""
+    if HAS_HALF:
+        return b.fpext(emit_load(b, address, ir.VectorType(ir.HalfType(), LANES)), VF)
+    bits = b.zext(emit_load(b, address, VH), VI)
+    magnitude = b.shl(b.and_(bits, _integers(0x7FFF)), _integers(13))
+    number = b.bitcast(b.fmul(b.bitcast(magnitude, VF), constant(2.0**112)), VI)
+    # An exponent of ones stays one.
+    number = b.select(
+        b.icmp_signed(">=", magnitude, _integers(0x7C00 << 13)), b.or_(magnitude, _integers(0x7F80_0000)), number
+    )
+    return b.bitcast(b.or_(number, b.shl(b.and_(bits, _integers(0x8000)), _integers(16))), VF)
+
+
+@intrinsic
+def multiply_strip(
+    typing_context: Any,
+    kind: Any,
+    rows: Any,
+    codes: Any,
+    codes_stride: Any,
+    sides: Any,
+    sides_stride: Any,
+    strip: Any,
+    groups: Any,
+    bias: Any,
+    y: Any,
+    y_stride: Any,
+) -> Any:
+    """y[r, 0 … 15] = the strip times row r of x, plus bias, in bfloat16; for `rows` ≤ MAX_STRIP_ROWS rows. Strides in bytes.
+
+    `bias`: the address of 16 float32, zeros for none.
+    """
+    facts = _kind_of(kind)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, rows, *operands = arguments
+        end = b.append_basic_block("strip.end")
+        switch = b.switch(rows, end)
+        for count in range(1, MAX_STRIP_ROWS + 1):
+            block = b.append_basic_block(f"strip.{count}")
+            switch.add_case(ir.Constant(I64, count), block)
+            b.position_at_end(block)
+            _emit_strip(b, facts, count, *operands)
+            b.branch(end)
+        b.position_at_end(end)
+        return context.get_dummy_value()
+
+    return types.void(kind, *[types.int64] * 10), generate
+
+
+def _emit_strip(
+    b: Builder,
+    facts: Kind,
+    rows: int,
+    codes: Value,
+    codes_stride: Value,
+    sides: Value,
+    sides_stride: Value,
+    strip: Value,
+    groups: Value,
+    bias: Value,
+    y: Value,
+    y_stride: Value,
+) -> None:
+    def at_rows(base: Value, stride: Value) -> list[Value]:
+        addresses = [base]
+        for _ in range(rows - 1):
+            addresses.append(b.add(addresses[-1], stride))
+        return addresses
+
+    codes_at, sides_at = at_rows(codes, codes_stride), at_rows(sides, sides_stride)
+    before, head = b.block, b.append_basic_block("group")
+    body, done = b.append_basic_block("group.body"), b.append_basic_block("group.done")
+    b.branch(head)
+    b.position_at_end(head)
+    g, here = b.phi(I64), b.phi(I64)
+    totals = [b.phi(VF) for _ in range(rows)]
+    g.add_incoming(ir.Constant(I64, 0), before)
+    here.add_incoming(strip, before)
+    for total in totals:
+        total.add_incoming(constant(0.0), before)
+    b.cbranch(b.icmp_signed("<", g, groups), body, done)
+
+    b.position_at_end(body)
+    first, side = b.mul(g, ir.Constant(I64, facts.group)), b.mul(g, ir.Constant(I64, SIDE_BYTES))
+    x_at = [b.add(address, first) for address in codes_at]
+    side_at = [b.add(address, side) for address in sides_at]
+    has_start = not facts.has_minima and (facts.offset or (facts.bits == 8 and HAS_BYTE_DOT))
+    sums = [
+        emit_splat(b, emit_load(b, emit_at(b, address, 4), I32), VI) if has_start else _integers(0)
+        for address in side_at
+    ]
+    for line in range(facts.code_bytes // 64):
+        word = emit_load(b, emit_at(b, here, 64 * line), VI)
+        for part, spread in enumerate(_emit_codes(b, facts, word)):
+            for r in range(rows):
+                x = emit_splat(b, emit_load(b, emit_at(b, x_at[r], 4 * line + 16 * part), I32), VI)
+                sums[r] = _emit_dot(b, sums[r], spread, x)
+    for total, added in zip(totals, emit_group_end(b, facts, here, side_at, sums, totals), strict=True):
+        total.add_incoming(added, b.block)
+    g.add_incoming(b.add(g, ir.Constant(I64, 1)), b.block)
+    here.add_incoming(emit_at(b, here, facts.group_bytes), b.block)
+
+    b.branch(head)
+    b.position_at_end(done)
+    emit_strip_end(b, facts, here, totals, bias, at_rows(y, y_stride))
+
+
+def emit_group_end(
+    b: Builder, facts: Kind, here: Value, sides: list[Value], sums: list[Value], totals: list[Value]
+) -> list[Value]:
+    """Add a group's integer sums, scaled, to the totals, in this one order of operations."""
+    added: list[Value] = []
+    d = emit_halves(b, emit_at(b, here, facts.code_bytes)) if facts.has_scales else None
+    m = emit_halves(b, emit_at(b, here, facts.code_bytes + 2 * LANES)) if facts.has_minima else None
+    for side, integers, total in zip(sides, sums, totals, strict=True):
+        scale = emit_splat(b, emit_load(b, side, F32), VF)
+        result = emit_fma(b, b.sitofp(integers, VF), scale if d is None else b.fmul(d, scale), total)
+        if m is not None:
+            result = emit_fma(b, m, emit_splat(b, emit_load(b, emit_at(b, side, 4), F32), VF), result)
+        added.append(result)
+    return added
+
+
+def emit_strip_end(b: Builder, facts: Kind, end: Value, totals: list[Value], bias: Value, y: list[Value]) -> None:
+    """Scale by output where the kind does, add the bias, round and store."""
+    shift = emit_load(b, bias, VF)
+    scale = None if facts.has_scales else emit_load(b, end, VF)
+    for total, address in zip(totals, y, strict=True):
+        result = b.fadd(total, shift) if scale is None else emit_fma(b, total, scale, shift)
+        emit_store(b, emit_round_bf16(b, result), address)
+
+
+@intrinsic
+def read_scales(typing_context: Any, kind: Any, group: Any, tail: Any, lane: Any) -> Any:
+    """Return d and m of one output: from the group's memory, or d from the end of the strip."""
+    facts = _kind_of(kind)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, group, tail, lane = arguments
+        if facts.has_scales:
+            d = b.extract_element(emit_halves(b, emit_at(b, group, facts.code_bytes)), lane)
+        else:
+            d = emit_load(b, b.add(tail, b.shl(lane, ir.Constant(I64, 2))), F32)
+        m = ir.Constant(F32, 0.0)
+        if facts.has_minima:
+            m = b.extract_element(emit_halves(b, emit_at(b, group, facts.code_bytes + 2 * LANES)), lane)
+        return cgutils.pack_array(b, [d, m])
+
+    pair: Any = types.UniTuple
+    return pair(types.float32, 2)(kind, *[types.int64] * 3), generate
+
+
+@intrinsic
+def read_code(typing_context: Any, kind: Any, group: Any, lane: Any, element: Any) -> Any:
+    """Return code `element` of one output in a group, its offset taken off."""
+    facts = _kind_of(kind)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        _, group, lane, element = arguments
+        i8, four = ir.IntType(8), ir.Constant(I64, 4)
+        place = b.urem(element, ir.Constant(I64, 16)) if facts.bits == 4 else element
+        line = b.mul(b.udiv(place, four), ir.Constant(I64, 4 * LANES))
+        byte = emit_load(b, b.add(b.add(group, line), b.add(b.mul(lane, four), b.urem(place, four))), i8)
+        if facts.bits == 8:
+            return b.sext(byte, I32)
+        is_high = b.icmp_unsigned(">=", element, ir.Constant(I64, 16))
+        half = b.and_(b.select(is_high, b.lshr(byte, ir.Constant(i8, 4)), byte), ir.Constant(i8, 15))
+        return b.sub(b.zext(half, I32), ir.Constant(I32, facts.offset))
+
+    return types.int32(kind, *[types.int64] * 3), generate
