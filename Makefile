@@ -39,7 +39,7 @@ $(VENV)/.kernels: $(VENV)/.dev
 	$(PIP) --editable '.[kernels]'
 	touch $@
 
-check-kernels: $(VENV)/.kernels ## compile every CUDA kernel for every architecture and hold it to its registers (no GPU)
+check-kernels: $(VENV)/.kernels ## compile every CUDA kernel for the architectures it serves and hold it to its registers (no GPU)
 	$(BIN)/python ops/gpu/check_kernels.py $(ARGS)
 
 check-sanitizers: $(VENV)/.dev ## run the CUDA kernels on the CPU under ThreadSanitizer and AddressSanitizer
@@ -54,7 +54,7 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 bench: $(VENV)/.dev ## measure this machine (see ops/bench/README.md)
 	$(BIN)/python ops/bench/serve.py $(ARGS)
 
-ci: lint test ## what CI runs
+ci: $(VENV)/.kernels lint test check-kernels ## what CI runs
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -6,12 +6,28 @@
 #pragma once
 #include "prim.cuh"
 
+constexpr bool IS_QUANTISED = KV_TYPE == INT8 || KV_TYPE == FP8;
+constexpr int Q_BYTES = Q_TYPE == F32 ? 4 : 2;
+constexpr int KV_BYTES = IS_QUANTISED ? 1 : KV_TYPE == F32 ? 4 : 2;
 constexpr int D = HEAD_SIZE;
 constexpr float NONE = -1e30f;
 constexpr float LN2 = 0.6931471805599453f;
 constexpr int CHUNKS = D * KV_BYTES / 16;       // 16-byte pieces of a key
 constexpr int PER_CHUNK = 16 / KV_BYTES;
 static_assert(D % 16 == 0, "a key of 8-bit elements must be whole 16-byte chunks");
+
+// A pair of elements in the model's type.
+DEVICE uint32_t pack_q(float low, float high) {
+#if Q_TYPE == BF16
+  return pack_bf16(low, high);
+#else
+  return pack_f16(low, high);
+#endif
+}
+DEVICE void store_q(void* row, int i, float value) {
+  if constexpr (Q_TYPE == F32) static_cast<float*>(row)[i] = value;
+  else static_cast<uint16_t*>(row)[i] = static_cast<uint16_t>(pack_q(value, 0.0f));
+}
 
 struct Attention {
   const char* q;             // [T, H, D], rows of a token contiguous

@@ -2,7 +2,7 @@
 //
 // A thread block computes one item for one kv head; grid (items, kv heads). A warp owns 16 rows; in `decode` the warps share one tile of rows
 // and divide the keys of each stage, in `prefill` each has its own 16 rows and all keys. Keys and values go through a ring of STAGES stages
-// of KEYS keys, filled by cp.async two stages ahead. A row in shared memory is an odd number of 16-byte chunks long, so that the eight rows
+// of KEYS keys, filled by cp.async STAGES - 1 stages ahead: three, or two where a block may have only 99 KB. A row in shared memory is an odd number of 16-byte chunks long, so that the eight rows
 // which one ldmatrix reads lie in different banks. Shared memory (launch.py computes the same):
 //   keys   [STAGES][KEYS][ROW_CHUNKS] chunks | values, the same | scales [STAGES][2][KEYS] float if quantised | queries unless they stay in registers
 // and at the end, over it, values [warps][16][D] and state [warps][16][2] float, where warps that divided the keys meet.
@@ -14,7 +14,6 @@
 // scales are bfloat16 whatever the model's type: float16 would lose small ones.
 #include "attention.cuh"
 
-constexpr int STAGES = 3;
 constexpr int KEYS = D > 128 ? 32 : 64;
 constexpr int ROW_CHUNKS = CHUNKS | 1;
 constexpr int DECODE_WARPS = D > 128 ? 2 : 4;

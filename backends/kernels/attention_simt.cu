@@ -10,8 +10,25 @@ constexpr int LANES = CHUNKS > 16 ? 32 : CHUNKS > 8 ? 16 : CHUNKS > 4 ? 8 : CHUN
 constexpr int STEPS = (CHUNKS + LANES - 1) / LANES;  // chunks of a key that one lane reads
 constexpr int PER_LANE_D = STEPS * PER_CHUNK;
 constexpr int KEYS_AT_ONCE = WARP / LANES;
-constexpr int UNROLL = IS_QUANTISED ? 1 : 2;  // a chunk of 8-bit elements is 16 of them: twice as many would cost half the warps
+constexpr int UNROLL = 2;
 constexpr int WARPS = 4;
+static_assert(KV_TYPE == Q_TYPE && Q_TYPE != BF16, "float32 or float16, the cache in the model's type");
+
+// The elements of a 16-byte chunk as float.
+DEVICE void widen_chunk(float* out, uint4 chunk) {
+  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
+#pragma unroll
+  for (int w = 0; w < 4; w++) {
+    if constexpr (KV_TYPE == F32) out[w] = __uint_as_float(words[w]);
+    else out[2 * w] = f16_low(words[w]), out[2 * w + 1] = f16_high(words[w]);
+  }
+}
+
+// Element i of a row in the model's type.
+DEVICE float load_q(const void* row, int i) {
+  if constexpr (Q_TYPE == F32) return static_cast<const float*>(row)[i];
+  else return f16_low(static_cast<const uint16_t*>(row)[i]);
+}
 
 template <int ROWS> DEVICE void attend(const Attention& a) {
   SHARED_MEMORY(memory);
@@ -42,7 +59,6 @@ template <int ROWS> DEVICE void attend(const Attention& a) {
 
   for (int base = item.begin + warp * KEYS_AT_ONCE * UNROLL; base < item.end; base += WARPS * KEYS_AT_ONCE * UNROLL) {
     uint4 k[UNROLL][STEPS], v[UNROLL][STEPS];
-    float k_scale[UNROLL], v_scale[UNROLL];
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
       int key = min(base + u * KEYS_AT_ONCE + team, item.end - 1);
@@ -58,11 +74,6 @@ template <int ROWS> DEVICE void attend(const Attention& a) {
           v[u][s] = load16(source + to_value + chunk * 16);
         }
       }
-      if constexpr (IS_QUANTISED) {
-        const float* scale = a.scales + block * a.scale_stride + kv_head * block_size + slot;
-        k_scale[u] = __ldg(scale);
-        v_scale[u] = __ldg(scale + num_kv_heads * block_size);
-      }
     }
 #pragma unroll
     for (int u = 0; u < UNROLL; u++) {
@@ -77,7 +88,6 @@ template <int ROWS> DEVICE void attend(const Attention& a) {
         for (int i = 0; i < PER_LANE_D; i++) product += q[r][i] * wide[i];
 #pragma unroll
         for (int bits = LANES / 2; bits > 0; bits >>= 1) product += __shfl_xor_sync(ALL_LANES, product, bits);
-        if constexpr (IS_QUANTISED) product *= k_scale[u];
         bool is_visible = key < item.end && key <= position[r] && (a.window == 0 || key > position[r] - a.window);
         float x = is_visible ? score(product, a) : NONE;
         float raised = fmaxf(largest[r], x), decay = exp2_fast(largest[r] - raised);
@@ -86,7 +96,6 @@ template <int ROWS> DEVICE void attend(const Attention& a) {
         largest[r] = raised;
 #pragma unroll
         for (int i = 0; i < PER_LANE_D; i++) values[r][i] *= decay;
-        if constexpr (IS_QUANTISED) weight[r] = is_visible ? weight[r] * v_scale[u] : 0.0f;
       }
 #pragma unroll
       for (int s = 0; s < STEPS; s++) widen_chunk(wide + s * PER_CHUNK, v[u][s]);

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from backends.interface import AttentionLayer, AttentionMetadata
 from backends.kernels import launch
-from backends.kernels.variants import BLOCK_SIZES, HEAD_SIZES, TYPE_NAMES, Variant, attention_variant, cache_variant
+from backends.kernels.dispatch import Shape, attention_variant, shared_bytes_limit
+from backends.kernels.variants import BLOCK_SIZES, CACHE, SHIPPED, TYPE_NAMES, Variant
 from backends.kv_cache import KVCacheSpec
 
 ALIGNMENT = 16  # bytes of the kernels' loads
@@ -48,7 +49,7 @@ class KernelPlan:
     """One step: the metadata, and for each kind of layer its launches' shapes and work. Owns the workspace, which all layers share."""
 
     meta: AttentionMetadata
-    passes: dict[LayerKind, tuple[tuple[launch.Shape, launch.WorkOnDevice], ...]]
+    passes: dict[LayerKind, tuple[tuple[Shape, launch.WorkOnDevice], ...]]
     num_rows: int  # rows of q that belong to a sequence
 
 
@@ -69,12 +70,9 @@ class KernelBackend:
 
     def prepare(self, spec: KVCacheSpec, report: Callable[[str], None]) -> None:
         """Compile or load what `spec` needs."""
-        variants = (
-            attention_variant(spec.dtype, spec.element_dtype, spec.head_size, self._capability),
-            cache_variant(spec.dtype, spec.element_dtype),
-        )
-        for variant in variants:
-            assert variant is not None, "unsupported() refuses what has no variant"
+        attention = attention_variant(spec.dtype, spec.element_dtype, spec.head_size, self._capability)
+        assert attention is not None, "unsupported() refuses what has no variant"
+        for variant in (attention, CACHE):
             report(f"preparing kernels: {variant.name}")
             self.module(variant)
 
@@ -109,9 +107,7 @@ class KernelBackend:
             return
         wanted = _kernel_dtype(layer)
         k, v = (_aligned(rows.to(wanted)) for rows in (k, v))
-        variant = cache_variant(wanted, layer.cache.dtype)
-        assert variant is not None, "unsupported() refuses what has no variant"
-        self.module(variant).run(launch.store_kv(k, v, plan.meta.slot_mapping, layer.cache, layer.scales))
+        self.module(CACHE).run(launch.store_kv(k, v, plan.meta.slot_mapping, layer.cache, layer.scales))
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: KernelPlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend, then merge what was split. Rows of q past the last sequence (padding) become zeros and -inf."""
@@ -143,21 +139,18 @@ class KernelBackend:
         reasons = []
         if spec.block_size not in BLOCK_SIZES:
             reasons.append(f"block_size is {spec.block_size}; kernels exist for {', '.join(map(str, BLOCK_SIZES))}")
-        variant = attention_variant(spec.dtype, spec.element_dtype, spec.head_size, self._capability)
-        major, minor = self._capability
-        if variant is None:
+        types = (spec.dtype, spec.element_dtype)
+        if attention_variant(*types, spec.head_size, self._capability) is None:
+            major, minor = self._capability
+            sizes = [variant.head_size for variant in SHIPPED if (variant.q_dtype, variant.kv_dtype) == types]
+            served = sorted(
+                {size for size in sizes if size is not None and attention_variant(*types, size, self._capability)}
+            )
             reasons.append(
                 f"no kernel is shipped for {_name(spec.dtype)} queries over a {_name(spec.element_dtype)} pool with head_size "
-                f"{spec.head_size} on compute capability {major}.{minor} (head sizes are {', '.join(map(str, HEAD_SIZES))})"
+                f"{spec.head_size} on compute capability {major}.{minor} and its {shared_bytes_limit(self._capability) >> 10} KB of shared "
+                f"memory a block ({_head_sizes(served)})"
             )
-        else:
-            group = spec.num_heads // spec.num_kv_heads
-            needed = max(launch.attention_shape(variant, group, is_decode).shared_bytes for is_decode in (True, False))
-            if needed > launch.shared_bytes_limit(self._capability):
-                reasons.append(
-                    f"{variant.name} needs {needed} bytes of shared memory a block; compute capability {major}.{minor} has "
-                    f"{launch.shared_bytes_limit(self._capability)}"
-                )
         return reasons
 
     def _attention(self, kind: LayerKind) -> Variant:
@@ -202,6 +195,14 @@ def _aligned(rows: Tensor) -> Tensor:
     offsets = (rows.data_ptr(), rows.stride(0) * size, rows.stride(1) * size)
     fits = rows.stride(2) == 1 and not any(offset % ALIGNMENT for offset in offsets)
     return rows if fits else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _head_sizes(served: Sequence[int]) -> str:
+    if not served:
+        return (
+            "none for any head size with these types: run the model in bfloat16, or with the pool in the model's type"
+        )
+    return f"head sizes with these types are {', '.join(map(str, served))}"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -14,15 +14,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from backends.interface import AttentionLayer
-from backends.kernels.variants import Variant
+from backends.kernels.dispatch import DECODE_ROWS, WARP, Shape, attention_shape
+from backends.kernels.variants import Variant, store_kernel
 from backends.kernels.work import Work, divide
 
-WARP = 32
 MERGE_WARPS = 4
 STORE_WARPS = 4
-COPY_THREADS = 256
-DECODE_ROWS = 16  # one warp's rows of a tensor-core tile
-STAGES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +31,6 @@ class Launch:
     block: tuple[int, int, int]
     arguments: tuple[np.generic, ...]
     shared_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the launch of an attention kernel needs to know of it. Mirrors the constants of the sources."""
-
-    kernel: str
-    tile_rows: int
-    threads: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,36 +62,6 @@ def passes(
         if len(work.items):
             pairs.append((shape, work))
     return pairs
-
-
-def attention_shape(variant: Variant, group: int, is_decode: bool) -> Shape:
-    """Return the kernel for sequences with few rows (`is_decode`, up to `DECODE_ROWS`) or many."""
-    D = variant.head_size
-    if D is None:
-        raise ValueError(f"{variant.name} is not an attention variant")
-    if not variant.uses_tensor_cores:
-        rows = 1 if group == 1 and is_decode else 4
-        return Shape(f"attention_simt_{rows}", rows, 4 * WARP, 4 * rows * (D + 2) * 4)
-    is_wide = D > 128
-    row_warps, key_warps = (1, 2 if is_wide else 4) if is_decode else (4, 1)
-    keys = 32 if is_wide else 64
-    # An odd number of 16-byte chunks a row: see attention_mma.cu.
-    ring = STAGES * keys * 2 * (D * variant.kv_dtype.itemsize // 16 | 1) * 16
-    scales = STAGES * keys * 2 * 4 if variant.is_quantised else 0
-    has_shared_queries = is_wide or (variant.is_quantised and not is_decode and D == 128)
-    queries = 16 * row_warps * (D * 2 // 16 | 1) * 16 if has_shared_queries else 0
-    meeting = 16 * row_warps * key_warps * (D + 2) * 4 if key_warps > 1 else 0
-    name = "attention_mma_decode" if is_decode else "attention_mma_prefill"
-    return Shape(name, 16 * row_warps, WARP * row_warps * key_warps, max(ring + scales + queries, meeting))
-
-
-def shared_bytes_limit(capability: tuple[int, int]) -> int:
-    """Return the shared memory that one block may ask for (CUDA C++ Programming Guide, table of compute capabilities)."""
-    if capability < (8, 0):
-        return 64 << 10
-    if capability in ((8, 6), (8, 9)) or capability >= (12, 0):
-        return 99 << 10
-    return (163 if capability < (9, 0) else 227) << 10
 
 
 def attention(
@@ -173,6 +130,8 @@ def merge(
 def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: Tensor, scales: Tensor | None) -> Launch:
     """Return the launch that writes k, v [T, Hkv, D] into their slots, quantised if `scales` is given: a warp per token, head and k or v."""
     T, Hkv, D = k.shape
+    kernel = store_kernel(k.dtype, cache.dtype)
+    assert kernel is not None, "unsupported() refuses what has no kernel"
     arguments = (
         pointer(k),
         pointer(v),
@@ -189,23 +148,7 @@ def store_kv(k: Tensor, v: Tensor, slot_mapping: Tensor, cache: Tensor, scales: 
         np.int32(D),
         np.int32(block_shift(cache.shape[3])),
     )
-    return Launch("store_kv", (T, -(-2 * Hkv // STORE_WARPS), 1), (STORE_WARPS * WARP, 1, 1), arguments)
-
-
-def copy_blocks(pool: Tensor, pairs: Tensor) -> Launch:
-    """Return the launch that copies whole blocks (source, destination) in all layers: grid (pairs, layers).
-
-    pool [layers, num_blocks, ...], each block a multiple of 16 bytes in one run; pairs [n, 2] int64. No source may be another pair's destination.
-    """
-    size = pool.element_size()
-    arguments = (
-        pointer(pool),
-        pointer(pairs),
-        np.int64(pool.stride(0) * size),
-        np.int64(pool.stride(1) * size),
-        np.int64(math.prod(pool.shape[2:]) * size),
-    )
-    return Launch("copy_blocks", (pairs.shape[0], pool.shape[0], 1), (COPY_THREADS, 1, 1), arguments)
+    return Launch(kernel, (T, -(-2 * Hkv // STORE_WARPS), 1), (STORE_WARPS * WARP, 1, 1), arguments)
 
 
 def score_constants(scale: float, soft_cap: float | None) -> tuple[float, float]:

@@ -119,48 +119,6 @@ DEVICE void mma_f16(float* c, const uint32_t* a, uint32_t b0, uint32_t b1) {
 
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int WARP = 32;
-constexpr bool IS_QUANTISED = KV_TYPE == INT8 || KV_TYPE == FP8;
-constexpr int Q_BYTES = Q_TYPE == F32 ? 4 : 2;
-constexpr int KV_BYTES = IS_QUANTISED ? 1 : KV_TYPE == F32 ? 4 : 2;
 
 DEVICE float bf16_low(uint32_t pair) { return __uint_as_float(pair << 16); }
 DEVICE float bf16_high(uint32_t pair) { return __uint_as_float(pair & 0xffff0000u); }
-
-// An e4m3 byte as float: its exponent and mantissa moved into place are the value times 2^-120, subnormals included.
-DEVICE float fp8_value(uint32_t byte) { return __uint_as_float((byte & 0x80) << 24 | (byte & 0x7f) << 20) * 0x1p120f; }
-
-// The 16 / KV_BYTES elements of a 16-byte chunk as float, without their scale.
-DEVICE void widen_chunk(float* out, uint4 chunk) {
-  const uint32_t words[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
-#pragma unroll
-  for (int w = 0; w < 4; w++) {
-    if constexpr (KV_TYPE == F32) out[w] = __uint_as_float(words[w]);
-    if constexpr (KV_TYPE == F16) out[2 * w] = f16_low(words[w]), out[2 * w + 1] = f16_high(words[w]);
-    if constexpr (KV_TYPE == BF16) out[2 * w] = bf16_low(words[w]), out[2 * w + 1] = bf16_high(words[w]);
-    if constexpr (IS_QUANTISED) {
-#pragma unroll
-      for (int i = 0; i < 4; i++) {
-        uint32_t byte = words[w] >> (8 * i) & 0xff;
-        out[4 * w + i] = KV_TYPE == INT8 ? static_cast<float>(static_cast<int8_t>(byte)) : fp8_value(byte);
-      }
-    }
-  }
-}
-
-// Element i of a row in the model's type.
-DEVICE float load_q(const void* row, int i) {
-  if constexpr (Q_TYPE == F32) return static_cast<const float*>(row)[i];
-  uint32_t bits = static_cast<const uint16_t*>(row)[i];
-  return Q_TYPE == F16 ? f16_low(bits) : bf16_low(bits);
-}
-DEVICE uint32_t pack_q(float low, float high) {
-#if Q_TYPE == BF16
-  return pack_bf16(low, high);
-#else
-  return pack_f16(low, high);
-#endif
-}
-DEVICE void store_q(void* row, int i, float value) {
-  if constexpr (Q_TYPE == F32) static_cast<float*>(row)[i] = value;
-  else static_cast<uint16_t*>(row)[i] = static_cast<uint16_t>(pack_q(value, 0.0f));
-}

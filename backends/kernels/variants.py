@@ -28,23 +28,27 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 HEAD_SIZES = (64, 80, 96, 128, 256)
 MMA_CAPABILITY = (8, 0)  # mma.sync with bfloat16 and cp.async
 SIMT_CAPABILITY = (7, 5)  # the oldest that CUDA 13 compiles for
+STAGES = 3  # keys on their way hide the latency of memory; see attention_mma.cu
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One module: a source file and its macros. `head_size` is None where a kernel takes it as an argument."""
+    """One module: a source file and its macros. The cache's module has kernels for all types and no macros."""
 
     source: str
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-    head_size: int | None
+    q_dtype: torch.dtype | None = None
+    kv_dtype: torch.dtype | None = None
+    head_size: int | None = None
+    stages: int | None = None  # of the ring of keys and values in shared memory, of the tensor-core modules
 
     @property
     def name(self) -> str:
         """A name for reports, e.g. attention_mma-bf16-int8-d128."""
-        size = "" if self.head_size is None else f"-d{self.head_size}"
         stem = self.source.removesuffix(".cu")
-        return f"{stem}-{TYPE_NAMES[self.q_dtype]}-{TYPE_NAMES[self.kv_dtype]}{size}"
+        if self.q_dtype is None or self.kv_dtype is None:
+            return stem
+        stages = "" if self.stages in (None, STAGES) else f"-{self.stages}stages"
+        return f"{stem}-{TYPE_NAMES[self.q_dtype]}-{TYPE_NAMES[self.kv_dtype]}-d{self.head_size}{stages}"
 
     @property
     def is_quantised(self) -> bool:
@@ -59,14 +63,16 @@ class Variant:
     @property
     def minimum_capability(self) -> tuple[int, int]:
         """The oldest compute capability that this variant compiles for."""
-        has_bfloat16 = torch.bfloat16 in (self.q_dtype, self.kv_dtype)
-        return MMA_CAPABILITY if self.uses_tensor_cores or has_bfloat16 else SIMT_CAPABILITY
+        return MMA_CAPABILITY if self.uses_tensor_cores else SIMT_CAPABILITY
 
     @property
     def defines(self) -> tuple[str, ...]:
         """The compiler's -D options."""
-        defines = (f"-DQ_TYPE={TYPE_NUMBERS[self.q_dtype]}", f"-DKV_TYPE={TYPE_NUMBERS[self.kv_dtype]}")
-        return defines if self.head_size is None else (*defines, f"-DHEAD_SIZE={self.head_size}")
+        if self.q_dtype is None or self.kv_dtype is None:
+            return ()
+        types = (f"-DQ_TYPE={TYPE_NUMBERS[self.q_dtype]}", f"-DKV_TYPE={TYPE_NUMBERS[self.kv_dtype]}")
+        stages = () if self.stages is None else (f"-DSTAGES={self.stages}",)
+        return (*types, f"-DHEAD_SIZE={self.head_size}", *stages)
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -98,45 +104,39 @@ def expand(source: str, folder: Path = SOURCES) -> str:
     return load(source)
 
 
-def _attention(source: str, q_dtype: torch.dtype, kv_dtype: torch.dtype, head_sizes: tuple[int, ...]) -> list[Variant]:
-    return [Variant(source, q_dtype, kv_dtype, size) for size in head_sizes]
+def _mma(
+    q_dtype: torch.dtype, kv_dtype: torch.dtype, head_sizes: tuple[int, ...] = HEAD_SIZES, stages: int = STAGES
+) -> list[Variant]:
+    return [Variant("attention_mma.cu", q_dtype, kv_dtype, size, stages) for size in head_sizes]
 
 
-# float32 models, and float16 before Ampere, run the SIMT kernels; everything else the tensor cores.
+def _simt(dtype: torch.dtype, head_sizes: tuple[int, ...]) -> list[Variant]:
+    return [Variant("attention_simt.cu", dtype, dtype, size) for size in head_sizes]
+
+
+CACHE = Variant("cache.cu")
+
+# Which of these serves a device is decided in dispatch.py. What is not here is refused: a float32 model over 8 bits, say, is better run in
+# bfloat16; tiny heads (16, 32) are those of the test checkpoints.
 SHIPPED: tuple[Variant, ...] = (
-    *_attention("attention_mma.cu", torch.bfloat16, torch.bfloat16, HEAD_SIZES),
-    *_attention("attention_mma.cu", torch.float16, torch.float16, HEAD_SIZES),
-    *_attention("attention_mma.cu", torch.bfloat16, torch.int8, HEAD_SIZES),
-    *_attention("attention_mma.cu", torch.bfloat16, torch.float8_e4m3fn, HEAD_SIZES),
-    *_attention("attention_mma.cu", torch.float16, torch.int8, (64, 128)),
-    *_attention("attention_mma.cu", torch.float16, torch.float8_e4m3fn, (64, 128)),
-    *_attention("attention_simt.cu", torch.float32, torch.float32, (16, 32, *HEAD_SIZES)),
-    *_attention("attention_simt.cu", torch.float32, torch.int8, (64, 128)),
-    *_attention("attention_simt.cu", torch.float32, torch.float8_e4m3fn, (64, 128)),
-    *_attention("attention_simt.cu", torch.float16, torch.float16, (64, 80, 96, 128)),
-    *(
-        Variant("cache.cu", q_dtype, kv_dtype, None)
-        for q_dtype in (torch.float32, torch.float16, torch.bfloat16)
-        for kv_dtype in (q_dtype, *QUANTISED)
-    ),
+    *_mma(torch.bfloat16, torch.bfloat16),
+    *_mma(torch.float16, torch.float16),
+    *_mma(torch.bfloat16, torch.int8),
+    *_mma(torch.bfloat16, torch.float8_e4m3fn),
+    *_mma(torch.float16, torch.int8, (64, 128)),
+    *_mma(torch.float16, torch.float8_e4m3fn, (64, 128)),
+    # Where a block may have 99 KB of shared memory (compute capability 8.6, 8.9, 12.0), three stages of long 16-bit keys do not fit.
+    *_mma(torch.bfloat16, torch.bfloat16, (128, 256), stages=2),
+    *_mma(torch.float16, torch.float16, (128, 256), stages=2),
+    *_simt(torch.float32, (16, 32, *HEAD_SIZES)),
+    *_simt(torch.float16, (64, 80, 96, 128)),  # before tensor cores had what attention_mma.cu needs
+    CACHE,
 )
 
 
-def attention_variant(
-    q_dtype: torch.dtype, kv_dtype: torch.dtype, head_size: int, capability: tuple[int, int]
-) -> Variant | None:
-    """Return the shipped attention module for these types on that compute capability, or None: then nothing serves them."""
-    for variant in SHIPPED:
-        if (
-            variant.head_size == head_size
-            and (variant.q_dtype, variant.kv_dtype) == (q_dtype, kv_dtype)
-            and capability >= variant.minimum_capability
-        ):
-            return variant
-    return None
-
-
-def cache_variant(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> Variant | None:
-    """Return the shipped module that stores and copies keys and values of these types, or None."""
-    wanted = Variant("cache.cu", q_dtype, kv_dtype, None)
-    return wanted if wanted in SHIPPED else None
+def store_kernel(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str | None:
+    """Return the kernel of `CACHE` that writes rows of one type into a pool of another, or None: then nothing serves them."""
+    is_stored = q_dtype == kv_dtype or (kv_dtype in QUANTISED and q_dtype != torch.float32)
+    if not is_stored or q_dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return None
+    return f"store_{TYPE_NAMES[q_dtype]}_{TYPE_NAMES[kv_dtype]}"

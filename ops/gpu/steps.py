@@ -22,7 +22,8 @@ from torch.nn import functional
 
 from backends import registry
 from backends.interface import AttentionBackend, AttentionLayer, AttentionMetadata, DeviceInfo
-from backends.kernels.variants import SHIPPED, Variant
+from backends.kernels.dispatch import dispatched
+from backends.kernels.variants import Variant
 from backends.kv_cache import KVCache, KVCacheSpec, quantise
 from tests.backends.steps import LSE_TOLERANCE, TOLERANCE, Shape, Step, assert_rows_agree, attend, expected, make_step
 
@@ -125,7 +126,7 @@ def compile_kernels(bench: Bench) -> None:
     from backends.cupy_raw import cubin
 
     capability = torch.cuda.get_device_capability(0)
-    wanted = [variant for variant in SHIPPED if variant.minimum_capability <= capability]
+    wanted = dispatched(capability)
     begin = time.monotonic()
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         jobs = {variant.name: pool.submit(cubin, variant, capability) for variant in wanted}
@@ -423,7 +424,8 @@ STEPS = (
 
 
 def _attention_variants(bench: Bench, name: str) -> list[Variant]:
-    variants = [variant for variant in SHIPPED if variant.head_size is not None]
+    served = dispatched(bench.device.capability or (8, 0))
+    variants = [variant for variant in served if variant.head_size is not None]
     if bench.is_dry:
         return [variant for variant in variants if variant.head_size == 64]
     if name == "numba-cuda":  # it compiles for each combination of types
@@ -434,6 +436,7 @@ def _attention_variants(bench: Bench, name: str) -> list[Variant]:
 def _random_step(bench: Bench, variant: Variant, seed: int) -> tuple[KVCacheSpec, Step]:
     D = variant.head_size
     assert D is not None
+    assert variant.q_dtype is not None
     quantised = variant.kv_dtype if variant.is_quantised else None
     block_size = (8, 16, 32, 64, 128)[seed % 5] if not bench.is_dry else 16
     group, Hkv = (1, 3, 4, 8)[(seed + D) % 4], 2

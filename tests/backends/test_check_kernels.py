@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 
-from backends.kernels.variants import SHIPPED, Variant
+from backends.kernels.dispatch import attention_variant
+from backends.kernels.variants import CACHE, SHIPPED, Variant
 
 SCRIPT = Path(__file__).parents[2] / "ops" / "gpu" / "check_kernels.py"
 
@@ -31,7 +33,7 @@ def test_a_kernel_over_its_budget_or_without_its_instructions_is_refused(check_k
     """Registers, stack, accesses to local memory, blocks that do not fit, and a design that the compiler undid."""
     mix = {"16-byte loads": 2, "cp.async": 24, "ldmatrix": 32, "mma": 64, "local memory": 0}
     good = check_kernels.Usage(
-        "attention_mma-bf16-bf16-d64", "attention_mma_decode", "sm_90", 128, 0, 55296, 4, 1.0, mix
+        "attention_mma-bf16-bf16-d64", "attention_mma_decode", "sm_90", 128, 0, 128, 55296, 4, 1.0, mix
     )
     assert check_kernels.judge(good) == []
     assert "256 registers, 255 allowed" in check_kernels.judge(replace(good, registers=256))
@@ -39,16 +41,13 @@ def test_a_kernel_over_its_budget_or_without_its_instructions_is_refused(check_k
     assert any("local memory" in fault for fault in check_kernels.judge(replace(good, mix={**mix, "local memory": 4})))
     assert any("no block fits" in fault for fault in check_kernels.judge(replace(good, blocks_per_multiprocessor=0)))
     assert "no mma in the machine code" in check_kernels.judge(replace(good, mix={**mix, "mma": 0}))
-    simt = replace(good, variant="attention_simt-f32-int8-d64", kernel="attention_simt_4", registers=239)
-    assert check_kernels.judge(simt) == []
-    assert check_kernels.judge(replace(simt, variant="attention_simt-f32-f32-d64"))
 
 
 def test_the_table_replaces_what_stands_between_the_marks(check_kernels: ModuleType, tmp_path: Path) -> None:
     """And nothing else of the file; a file without marks is an error, not a file lost."""
     mix = {"16-byte loads": 2, "cp.async": 24, "ldmatrix": 32, "mma": 64, "local memory": 0}
     usage = check_kernels.Usage(
-        "attention_mma-bf16-bf16-d64", "attention_mma_decode", "sm_90", 128, 0, 55296, 4, 1.0, mix
+        "attention_mma-bf16-bf16-d64", "attention_mma_decode", "sm_90", 128, 0, 128, 55296, 4, 1.0, mix
     )
     file = tmp_path / "kernels.md"
     file.write_text("before\n<!-- kernels: begin -->\nold\n<!-- kernels: end -->\nafter\n")
@@ -67,26 +66,78 @@ def test_the_table_replaces_what_stands_between_the_marks(check_kernels: ModuleT
     assert file.read_text() == "no marks\n"
 
 
-def test_every_variant_is_compiled_for_every_architecture_that_it_claims(check_kernels: ModuleType) -> None:
-    """Tensor-core modules from 8.0 on, the others from 7.5 unless bfloat16 is in them."""
+def test_each_architecture_is_compiled_for_with_what_it_is_served_with(check_kernels: ModuleType) -> None:
+    """Tensor-core modules from 8.0 on, the others from 7.5; a short ring only where memory is short; nothing is left out."""
     assert check_kernels.capability("sm_100") == (10, 0)
-    for variant in SHIPPED:
-        claimed = [
-            name for name in check_kernels.ARCHITECTURES if check_kernels.capability(name) >= variant.minimum_capability
-        ]
-        has_bfloat16 = torch.bfloat16 in (variant.q_dtype, variant.kv_dtype)
-        assert ("sm_75" in claimed) == (not variant.uses_tensor_cores and not has_bfloat16), variant.name
-        assert {"sm_80", "sm_90", "sm_100"} <= set(claimed)
+    compiled = {
+        name: check_kernels.chosen(name, whole=name not in check_kernels.SHORT_RINGS_ONLY)
+        for name in check_kernels.ARCHITECTURES
+    }
+    assert not any(variant.uses_tensor_cores for variant in compiled["sm_75"])
+    assert compiled["sm_80"] == compiled["sm_90"] == compiled["sm_100"]
+    assert {variant.stages for variant in compiled["sm_86"]} == {2}
+    assert {variant for variants in compiled.values() for variant in variants} == set(SHIPPED)
+    assert check_kernels.chosen("sm_120") == check_kernels.chosen("sm_89")
 
 
-def test_a_module_compiles_to_machine_code_with_its_instructions(check_kernels: ModuleType) -> None:
-    """One of the smallest; `make check-kernels` does them all."""
+HANDFUL = [
+    (torch.bfloat16, torch.bfloat16, 128, ("sm_80", "sm_86", "sm_90", "sm_100")),
+    (torch.bfloat16, torch.int8, 256, ("sm_80", "sm_90", "sm_100")),  # the most registers of all
+    (torch.float16, torch.float8_e4m3fn, 64, ("sm_90",)),
+    (torch.float32, torch.float32, 256, ("sm_75", "sm_90")),
+    (torch.float16, torch.float16, 96, ("sm_75",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("types", "architecture"),
+    [(row[:3], architecture) for row in HANDFUL for architecture in row[3]],
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)).replace("torch.", ""),
+)
+def test_a_handful_of_modules_compiles_within_its_budget(
+    check_kernels: ModuleType,
+    types: tuple[torch.dtype, torch.dtype, int],
+    architecture: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The hardest of each kind; `make check-kernels` does them all."""
+    needs_compiler(check_kernels)
+    monkeypatch.setattr(check_kernels, "KEPT", tmp_path)
+    variant = attention_variant(*types, check_kernels.capability(architecture))
+    assert variant is not None
+    for module in (variant, CACHE) if types[2] == 64 else (variant,):
+        usages = check_kernels.examine(module, architecture)
+        assert isinstance(usages, list), usages
+        assert [fault for usage in usages for fault in check_kernels.judge(usage)] == []
+        if module is not CACHE:
+            assert "merge_parts" in {usage.kernel for usage in usages}
+
+
+def test_what_was_found_is_kept_until_the_source_changes(
+    check_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_compiler(check_kernels)
+    monkeypatch.setattr(check_kernels, "KEPT", tmp_path)
+    first = check_kernels.examine(CACHE, "sm_90")
+    assert isinstance(first, list), first
+    [kept] = tmp_path.iterdir()
+    kept.write_text(json.dumps([asdict(replace(usage, registers=7)) for usage in first]))
+    assert {usage.registers for usage in check_kernels.examine(CACHE, "sm_90")} == {7}
+    monkeypatch.setattr(Variant, "digest", property(lambda variant: "another source"))
+    assert check_kernels.examine(CACHE, "sm_90")[0].registers == first[0].registers
+
+
+def test_what_does_not_compile_is_reported_in_the_compilers_words(
+    check_kernels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needs_compiler(check_kernels)
+    monkeypatch.setattr(check_kernels, "KEPT", tmp_path)
+    broken = Variant("attention_mma.cu", torch.float32, torch.float32, 64, 3)
+    assert "16-bit queries" in check_kernels.examine(broken, "sm_90")
+    assert list(tmp_path.iterdir()) == []
+
+
+def needs_compiler(check_kernels: ModuleType) -> None:
     if not check_kernels._is_installed("cuda.bindings") or check_kernels._tools() is None:
         pytest.skip(f"not all of {', '.join(check_kernels.PACKAGES)} are installed")
-    variant = Variant("attention_mma.cu", torch.bfloat16, torch.bfloat16, 64)
-    usages = check_kernels._examine(variant, "sm_90")
-    assert isinstance(usages, list), usages
-    assert {usage.kernel for usage in usages} == {"attention_mma_decode", "attention_mma_prefill", "merge_parts"}
-    assert [fault for usage in usages for fault in check_kernels.judge(usage)] == []
-    broken = Variant("attention_mma.cu", torch.float32, torch.float32, 64)
-    assert "16-bit queries" in check_kernels._examine(broken, "sm_90")

@@ -11,8 +11,9 @@ import torch
 from backends.cupy_raw import CupyBackend, CupyModule, cubin
 from backends.errors import BackendError
 from backends.interface import DeviceInfo
+from backends.kernels.dispatch import attention_variant
 from backends.kernels.launch import Launch
-from backends.kernels.variants import SHIPPED, Variant, attention_variant, cache_variant
+from backends.kernels.variants import CACHE, SHIPPED
 from backends.kv_cache import KVCacheSpec
 
 SPEC = KVCacheSpec(1, 4, 2, 64, 16, torch.bfloat16)
@@ -73,15 +74,13 @@ def test_a_cubin_is_compiled_once_and_named_by_architecture_and_compiler(
 ) -> None:
     pytest.importorskip("cupy", reason="cupy is not installed")
     monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
-    variant = cache_variant(torch.bfloat16, torch.int8)
-    assert variant is not None
-    file = cubin(variant, (9, 0))
+    file = cubin(CACHE, (9, 0))
     assert file.read_bytes()[:4] == b"\x7fELF"
     assert "sm_90-nvrtc" in file.name
     stamp = file.stat().st_mtime_ns
-    assert cubin(variant, (9, 0)) == file
+    assert cubin(CACHE, (9, 0)) == file
     assert file.stat().st_mtime_ns == stamp
-    assert cubin(variant, (8, 0)) != file
+    assert cubin(CACHE, (8, 0)) != file
     assert len(list(tmp_path.rglob("*"))) == 3  # the folder and two files, no scratch
 
 
@@ -136,7 +135,7 @@ def test_a_kernel_is_granted_its_shared_memory_once_and_launched_on_torchs_strea
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     current = SimpleNamespace(cuda_stream=77, __cuda_stream__=lambda: (0, 77))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: current)
-    compiled = CupyModule(Variant("cache.cu", torch.float32, torch.float32, None))
+    compiled = CupyModule(CACHE)
     launch = Launch("attention", (3, 2, 1), (128, 1, 1), (), 60_000)
     compiled.run(launch)
     compiled.run(launch)

@@ -129,17 +129,18 @@ def test_a_number_that_is_not_finite_comes_out_of_every_later_row(name: str, bad
     assert torch.equal(out[20:], clean[20:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("window", [None, 17])
 @every_backend
 def test_a_prompt_in_chunks_and_decodes_equals_the_prompt_as_a_whole(
-    name: str, window: int | None, kind: torch.dtype
+    name: str, window: int | None, dtype: torch.dtype, kind: torch.dtype
 ) -> None:
     """What earlier steps stored is read back by later ones; a whole prompt alone would read only what it stored itself."""
-    backend, device = opened(name, SMALL, torch.float32, kind)
-    whole = make_step(SMALL, [(70, 70)], torch.float32, device=device, quantised=kind)
+    backend, device = opened(name, SMALL, dtype, kind)
+    whole = make_step(SMALL, [(70, 70)], dtype, device=device, quantised=kind)
     wanted, _ = expected(whole, whole.layer(window=window))
     for sizes in ([1] * 70, [64, 6], [16, 1, 53], [33, 37]):
-        step = make_step(SMALL, [(70, 70)], torch.float32, device=device, quantised=kind)  # an empty pool again
+        step = make_step(SMALL, [(70, 70)], dtype, device=device, quantised=kind)  # an empty pool again
         done = 0
         for size in sizes:
             rows = slice(done, done + size)
@@ -153,7 +154,7 @@ def test_a_prompt_in_chunks_and_decodes_equals_the_prompt_as_a_whole(
             )
             chunk = replace(step, meta=meta, q=step.q[rows], k=step.k[rows], v=step.v[rows])
             part, _ = attend(backend, chunk, chunk.layer(window=window))
-            assert_rows_agree(part, wanted[rows], TOLERANCE[torch.float32])
+            assert_rows_agree(part, wanted[rows], TOLERANCE[dtype])
             done += size
 
 
@@ -177,10 +178,10 @@ def test_a_sequence_in_a_batch_gives_the_same_bits_as_alone(name: str, kind: tor
 @every_backend
 def test_a_copied_block_reads_as_its_source(name: str, kind: torch.dtype) -> None:
     """A copy that left the scales behind would read as zeros."""
-    spec = KVCacheSpec(2, 6, 2, 64, 16, torch.float32, kind)
-    backend, device = opened(name, SMALL, torch.float32, kind)
+    spec = KVCacheSpec(2, 6, 2, 64, 16, torch.bfloat16, kind)
+    backend, device = opened(name, SMALL, torch.bfloat16, kind)
     pool = KVCache(spec, 9, device)
-    step = make_step(SMALL, [(16, 16)], torch.float32, device=device, quantised=kind)
+    step = make_step(SMALL, [(16, 16)], torch.bfloat16, device=device, quantised=kind)
     meta = replace(
         step.meta,
         block_tables=torch.tensor([[3]], dtype=torch.int32, device=device),

@@ -13,12 +13,13 @@ from torch import Tensor
 
 from backends.interface import AttentionLayer
 from backends.kernels import launch
-from backends.kernels.variants import SOURCES, attention_variant, cache_variant
+from backends.kernels.dispatch import attention_variant
+from backends.kernels.variants import CACHE, SOURCES, store_kernel
 from backends.kv_cache import quantise
 from tests.backends.steps import LSE_TOLERANCE, Shape, Step, assert_rows_agree, expected, make_step
 from tests.cuda_emulation.module import EmulatedModule
 
-AMPERE, TURING = (8, 0), (7, 5)
+AMPERE, ADA, TURING = (8, 0), (8, 9), (7, 5)
 SPARE_PARTS = 3
 # Largest error of a row, relative to its norm: about twice what rounding weights and outputs costs, so that one wrong key in 200 shows.
 # Weights over 8-bit values are bfloat16 whatever the model's type.
@@ -44,10 +45,9 @@ def load(
 ) -> Kernels:
     """Compile what serves these types; only shipped variants can be asked for."""
     attention = attention_variant(q_dtype, kv_dtype, head_size, capability)
-    cache = cache_variant(q_dtype, kv_dtype)
     assert attention is not None
-    assert cache is not None
-    return Kernels(EmulatedModule(attention, sources, sanitizer), EmulatedModule(cache, sources, sanitizer))
+    assert store_kernel(q_dtype, kv_dtype) is not None
+    return Kernels(EmulatedModule(attention, sources, sanitizer), EmulatedModule(CACHE, sources, sanitizer))
 
 
 def run_step(

@@ -127,7 +127,6 @@ FAULTS = [
         F32,
         F32,
     ),
-    Fault("the value's scale left out (SIMT)", SIMT, "weight[r] * v_scale[u] : 0.0f", "weight[r] : 0.0f", F32, INT8),
     Fault(
         "too little shared memory asked for",
         SIMT,
@@ -138,7 +137,7 @@ FAULTS = [
         "past the end",
     ),
     Fault("a key stored a slot further", "cache.cu", "(slot & (block_size - 1));", "(slot + 1 & (block_size - 1));"),
-    Fault("keys stored as values", "cache.cu", "side ? v +", "side == 0 ? v +"),
+    Fault("keys stored as values", "cache.cu", "side ? a.v +", "side == 0 ? a.v +"),
     Fault("a scale of the wrong range", "cache.cu", "127.0f : 448.0f)", "128.0f : 448.0f)", kv_dtype=INT8),
 ]
 
@@ -156,7 +155,7 @@ def run(sources: Path, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
         check(kernels, step, step.layer(), scales, seeds=[0])
 
 
-@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(BF16, BF16), (BF16, INT8), (F32, F32), (F32, INT8)], ids=str)
+@pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(BF16, BF16), (BF16, INT8), (F32, F32)], ids=str)
 def test_the_kernels_as_shipped_pass_where_the_faults_fail(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     """Without this, a step that always fails would catch everything."""
     run(SOURCES, q_dtype, kv_dtype)

@@ -9,11 +9,12 @@ import torch
 
 from backends.kernels import launch
 from backends.kernels.backend import KernelBackend
-from backends.kernels.variants import QUANTISED, SHIPPED, TYPE_NAMES, attention_variant, cache_variant
+from backends.kernels.dispatch import attention_shape, attention_variant, dispatched, shared_bytes_limit
+from backends.kernels.variants import CACHE, QUANTISED, SHIPPED, STAGES, TYPE_NAMES, store_kernel
 from backends.kv_cache import KVCacheSpec, quantise
 from tests.backends.steps import Shape, make_step
 from tests.cuda_emulation.module import EmulatedModule, missing
-from tests.cuda_emulation.step import AMPERE, TURING, check, load, make_quantised_step, run_step
+from tests.cuda_emulation.step import ADA, AMPERE, TURING, check, load, make_quantised_step, run_step
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -25,14 +26,14 @@ CASES = [
     (F32, F32, AMPERE, Shape(2, 2, 16, 8)),
     (F32, F32, AMPERE, Shape(2, 1, 80, 32)),
     (F32, F32, AMPERE, Shape(2, 1, 256, 16)),
-    (F32, INT8, AMPERE, Shape(4, 2, 64, 32)),
-    (F32, FP8, AMPERE, Shape(2, 2, 128, 8)),
     (F16, F16, TURING, Shape(3, 1, 96, 16)),
     (BF16, BF16, AMPERE, Shape(9, 3, 64, 16)),
     (BF16, BF16, AMPERE, Shape(4, 1, 96, 128)),
     (BF16, BF16, AMPERE, Shape(8, 1, 128, 32)),
     (F16, F16, AMPERE, Shape(4, 2, 80, 8)),
     (F16, F16, AMPERE, Shape(2, 1, 256, 16)),
+    (BF16, BF16, ADA, Shape(8, 2, 128, 16)),
+    (F16, F16, ADA, Shape(2, 1, 256, 32)),
     (BF16, INT8, AMPERE, Shape(6, 2, 64, 16)),
     (BF16, INT8, AMPERE, Shape(2, 1, 80, 8)),
     (BF16, FP8, AMPERE, Shape(4, 1, 96, 64)),
@@ -103,16 +104,16 @@ def test_a_sequence_in_a_batch_gives_the_same_bits_as_alone(q_dtype: torch.dtype
         assert torch.equal(rows([kind])[0], together[index]), kind
 
 
-@pytest.mark.parametrize("kv_dtype", [F32, INT8, FP8], ids=str)
-@pytest.mark.parametrize("q_dtype", [F32, F16, BF16], ids=str)
+@pytest.mark.parametrize(
+    ("q_dtype", "kv_dtype"),
+    [(F32, F32), *((q_dtype, kv_dtype) for q_dtype in (F16, BF16) for kv_dtype in (q_dtype, INT8, FP8))],
+    ids=str,
+)
 def test_storing_writes_exactly_the_defined_elements_and_scales_and_nothing_else(
     q_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Rows of every magnitude, of zeros, with NaN and infinity, from strided views; slots of other tokens keep their bytes."""
     is_quantised = kv_dtype in QUANTISED
-    kv_dtype = kv_dtype if is_quantised else q_dtype
-    variant = cache_variant(q_dtype, kv_dtype)
-    assert variant is not None
     T, Hkv, D, B, num_blocks = 7, 3, 80, 8, 5
     generator = torch.Generator().manual_seed(2)
     fused = torch.randn(T, 2, Hkv, 96, generator=generator) * torch.logspace(-6, 4, T).view(T, 1, 1, 1)
@@ -134,24 +135,12 @@ def test_storing_writes_exactly_the_defined_elements_and_scales_and_nothing_else
             wanted[slot // B, side, :, slot % B] = elements
             wanted_scales[slot // B, side, :, slot % B] = factors
     described = launch.store_kv(k, v, slots, cache, scales)
-    EmulatedModule(variant).run(described, seed=2, memory=[fused, slots])
+    EmulatedModule(CACHE).run(described, seed=2, memory=[fused, slots])
     as_bytes = cache.view(torch.uint8)
     differs = (as_bytes != wanted.view(torch.uint8)).nonzero()
     assert len(differs) == 0, f"first difference at {differs[0].tolist()}"
     if scales is not None:
         torch.testing.assert_close(scales, wanted_scales, rtol=0, atol=0, equal_nan=True)
-
-
-def test_copying_blocks_moves_all_layers_of_the_named_blocks_and_no_others() -> None:
-    """BLK-04: whole blocks of 3 layers, each longer than one pass of the threads."""
-    variant = cache_variant(BF16, BF16)
-    assert variant is not None
-    pool = torch.randn(3, 9, 2, 2, 16, 80).to(BF16)
-    wanted = pool.clone()
-    wanted[:, [1, 2, 8]] = pool[:, [5, 5, 3]]
-    pairs = torch.tensor([[5, 1], [5, 2], [3, 8]])
-    EmulatedModule(variant).run(launch.copy_blocks(pool, pairs), memory=[pool, pairs])
-    assert torch.equal(pool, wanted)
 
 
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), [(BF16, BF16), (F32, F32), (BF16, INT8)], ids=str)
@@ -207,19 +196,45 @@ def test_only_shipped_variants_can_be_asked_for() -> None:
     assert ampere is not None
     assert ampere.source == "attention_mma.cu"
     assert len({variant.name for variant in SHIPPED}) == len(SHIPPED)
+    assert store_kernel(F32, INT8) is None
+    assert store_kernel(BF16, F16) is None
 
 
-def test_a_kernel_that_needs_more_shared_memory_than_the_device_has_is_refused() -> None:
-    """Compute capability 8.9 and 12.0 have 99 KB a block: too little for three stages of 16-bit keys of 128."""
+def test_every_kernel_that_can_be_dispatched_to_is_in_its_module() -> None:
+    """A name that only Python knows would fail at the first launch."""
+    pairs = [(q_dtype, kv_dtype) for q_dtype in (F32, F16, BF16) for kv_dtype in (F32, F16, BF16, INT8, FP8)]
+    stores = {kernel for pair in pairs if (kernel := store_kernel(*pair)) is not None}
+    assert stores == set(EmulatedModule(CACHE).names)
+    for capability in (AMPERE, ADA, TURING):
+        for variant in dispatched(capability):
+            if variant.q_dtype is not None and variant.kv_dtype is not None:
+                assert store_kernel(variant.q_dtype, variant.kv_dtype) in stores
 
-    def reasons(capability: tuple[int, int], head_size: int, quantised: torch.dtype | None = None) -> list[str]:
-        backend = KernelBackend(EmulatedModule, capability)
-        return backend.refusals(KVCacheSpec(1, 8, 2, head_size, 16, BF16, quantised))
 
+def test_every_shipped_variant_serves_some_device_and_none_more_than_its_memory() -> None:
+    """The list is what is dispatched to and nothing else."""
+    capabilities = ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0))
+    assert {variant for capability in capabilities for variant in dispatched(capability)} == set(SHIPPED)
+    assert 20 <= len(SHIPPED) <= 40
+    for capability in capabilities:
+        for variant in dispatched(capability):
+            assert capability >= variant.minimum_capability
+            if variant is not CACHE:
+                needed = max(attention_shape(variant, 4, is_decode).shared_bytes for is_decode in (True, False))
+                assert needed <= shared_bytes_limit(capability)
+
+
+def test_a_device_with_little_shared_memory_gets_a_shorter_ring() -> None:
+    """Compute capability 8.6, 8.9 and 12.0 have 99 KB a block: too little for three stages of 16-bit keys of 128."""
     for capability in ((8, 0), (9, 0), (10, 0)):
-        assert reasons(capability, 128) == []
-        assert reasons(capability, 256) == []
-    for capability in ((8, 9), (12, 0)):
-        assert reasons(capability, 64) == []
-        assert reasons(capability, 128, INT8) == []
-        assert "104448 bytes of shared memory" in reasons(capability, 128)[0]
+        assert {variant.stages for variant in dispatched(capability)} == {STAGES, None}
+    for capability in ((8, 6), (8, 9), (12, 0)):
+        for head_size, stages in ((64, STAGES), (96, STAGES), (128, 2), (256, 2)):
+            variant = attention_variant(BF16, BF16, head_size, capability)
+            assert variant is not None
+            assert variant.stages == stages
+        eight_bits = attention_variant(BF16, INT8, 128, capability)
+        assert eight_bits is not None
+        assert eight_bits.stages == STAGES
+    reasons = KernelBackend(EmulatedModule, TURING).refusals(KVCacheSpec(1, 8, 2, 256, 16, F16))
+    assert all(word in reasons[0] for word in ("head_size 256", "7.5", "64 KB", "64, 80, 96, 128"))
