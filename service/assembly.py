@@ -24,7 +24,8 @@ from service.engine.core import EngineCore
 from service.errors import BackendUnavailable
 from service.model.fetch import BUILTIN_MODELS, resolve_model
 from service.model.loading import LoadedModel, load_model
-from service.model.pool_size import QUANTISED_DTYPES, free_memory, size_pool
+from service.model.pool_size import QUANTISED_DTYPES, DeviceShare, free_memory, size_pool
+from service.model.profiling import cuda_free_bytes, measure
 from service.model.runner import ModelRunner
 from service.text import ChatTemplate, Tokenizer
 
@@ -49,6 +50,7 @@ def assemble(config: Config, report: Report) -> Assembly:
     device = available_device(config)
     if config.backend.threads is not None:
         torch.set_num_threads(config.backend.threads)  # by default torch takes the physical cores it may use
+    free_at_start = _free_bytes(device)
     path = resolve_model(config.model.path, report=report)
     report(f"loading {path.name}")
     model = load_model(
@@ -65,6 +67,21 @@ def assemble(config: Config, report: Report) -> Assembly:
     except BackendError as error:
         raise BackendUnavailable(str(error)) from error
     selection.backend.prepare(spec, report)
+    num_valid_ids = min(tokenizer.vocab_size, model.config.vocab_size)
+    share: DeviceShare | None = None
+    if device.kind == "cuda" and config.cache.num_blocks is None and config.cache.size == "auto":
+        report("measuring the largest step")
+        share = measure(
+            model.decoder,
+            selection.backend,
+            spec,
+            config.scheduler,
+            device=device.torch_device,
+            num_valid_ids=num_valid_ids,
+            max_model_len=model.max_model_len,
+            free_at_start=free_at_start,
+            free_bytes=lambda: _free_bytes(device),
+        )
     size = size_pool(
         config.cache,
         spec,
@@ -72,12 +89,13 @@ def assemble(config: Config, report: Report) -> Assembly:
         declared_len=model.max_model_len,
         requested_len=config.model.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
+        device=share,
     )
     runner: ModelRunner[Any] = ModelRunner(
         model.decoder,
         selection.backend,
         KVCache(spec, size.num_blocks, device.torch_device),
-        num_valid_ids=min(tokenizer.vocab_size, model.config.vocab_size),
+        num_valid_ids=num_valid_ids,
         max_model_len=size.max_model_len,
         max_captured_tokens=config.scheduler.token_budget,
     )
@@ -135,4 +153,4 @@ def _text_layer(model: LoadedModel, config: Config) -> tuple[Tokenizer, ChatTemp
 
 
 def _free_bytes(device: DeviceInfo) -> int:
-    return int(torch.cuda.mem_get_info(device.index)[0]) if device.kind == "cuda" else free_memory()
+    return cuda_free_bytes(device.index) if device.kind == "cuda" else free_memory()

@@ -44,7 +44,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens a block
     num_blocks: Annotated[int, Meta(ge=2)] | None = None  # takes precedence over `size`
-    size: str = "auto"  # bytes, say "2GiB"; "auto": a fifth of the free memory, at most 4 GiB
+    size: str = "auto"  # bytes, say "2GiB"; "auto": on a CPU a fifth of the free memory, at most 4 GiB, on a GPU see the next option
+    gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = (
+        0.9  # of the GPU's free memory, for weights, the largest step (measured) and the pool, which takes the rest
+    )
     kv_dtype: Literal["auto", "int8", "fp8"] = "auto"  # elements of the pool; "auto": the model's dtype
     prefix_caching: bool = True
     policy: Literal["lru", "cost"] = "lru"  # which cached block is forgotten first
@@ -116,6 +119,7 @@ FLAG_ALIASES = {
     "--block-size": "cache.block_size",
     "--num-blocks": "cache.num_blocks",
     "--cache-size": "cache.size",
+    "--gpu-memory-utilization": "cache.gpu_memory_utilization",
     "--kv-dtype": "cache.kv_dtype",
     "--max-num-seqs": "scheduler.max_num_seqs",
     "--token-budget": "scheduler.token_budget",

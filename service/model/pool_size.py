@@ -35,6 +35,14 @@ class PoolSize:
     max_model_len: int
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceShare:
+    """A GPU's memory: bytes that were free before the weights were loaded, and bytes in use after the largest step, `profiling.measure`."""
+
+    free_bytes: int
+    used_bytes: int
+
+
 def size_pool(
     cache: CacheConfig,
     spec: KVCacheSpec,
@@ -43,15 +51,20 @@ def size_pool(
     declared_len: int,
     requested_len: int | None,
     max_num_seqs: int,
+    device: DeviceShare | None = None,
 ) -> PoolSize:
     """Decide the pool: `cache.num_blocks` before `cache.size` before a share of the free memory.
 
     `declared_len` is the model's own context length, `requested_len` what the user set, None for as much as the model and the pool allow.
-    An automatic pool is not larger than `max_num_seqs` full contexts. Raises `ConfigError`, naming the longest context that would fit,
-    when a requested one does not, and when the memory holds no block at all.
+    An automatic pool takes a share of `free_memory_bytes`, but is not larger than `max_num_seqs` full contexts; on a GPU it takes all that
+    `cache.gpu_memory_utilization` grants and the measured `device` leaves, since nothing else wants that memory and cached prefixes do.
+    Raises `ConfigError`, naming the longest context that would fit, when a requested one does not, and when the memory holds no block at all.
     """
     wanted_len = declared_len if requested_len is None else requested_len
-    num_blocks = _num_blocks(cache, spec, free_memory_bytes, max_num_seqs * _blocks_of(wanted_len, spec))
+    if device is not None and cache.num_blocks is None and cache.size == "auto":
+        num_blocks = _blocks_on_device(cache, spec, device)
+    else:
+        num_blocks = _num_blocks(cache, spec, free_memory_bytes, max_num_seqs * _blocks_of(wanted_len, spec))
     longest = (num_blocks - NULL_BLOCKS) * spec.block_size
     if longest < 1:
         raise ConfigError(
@@ -94,6 +107,21 @@ def _num_blocks(cache: CacheConfig, spec: KVCacheSpec, free_memory_bytes: int, m
         return parse_bytes(cache.size) // spec.bytes_per_block
     affordable = min(free_memory_bytes // AUTO_SHARE, AUTO_LIMIT_BYTES) // spec.bytes_per_block
     return min(affordable, NULL_BLOCKS + most_useful)
+
+
+def _blocks_on_device(cache: CacheConfig, spec: KVCacheSpec, device: DeviceShare) -> int:
+    granted = int(device.free_bytes * cache.gpu_memory_utilization)
+    left = granted - device.used_bytes
+    num_blocks = left // spec.bytes_per_block
+    if num_blocks <= NULL_BLOCKS:
+        raise ConfigError(
+            f"the GPU leaves no memory for the block pool: {cache.gpu_memory_utilization:g} of the {device.free_bytes} bytes that were free are "
+            f"{granted}, and weights and the largest step take {device.used_bytes}; a block of {spec.block_size} tokens takes "
+            f"{spec.bytes_per_block}, and the null block as much. Raise cache.gpu_memory_utilization, lower scheduler.token_budget or "
+            "scheduler.max_num_seqs, or take a smaller model (at $.cache.gpu_memory_utilization)",
+            param="cache.gpu_memory_utilization",
+        )
+    return num_blocks
 
 
 def _blocks_of(num_tokens: int, spec: KVCacheSpec) -> int:
