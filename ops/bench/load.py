@@ -1,12 +1,14 @@
 """Sends completions to an OpenAI-compatible server, closed or open loop, and notes when every chunk arrived.
 
 Not statistics (see report.py). Every request ends in exactly one `Answer`, and an answer without `error` has the
-token counts that were asked for: a server that stops early, cuts the prompt or hides its usage cannot look fast.
+token counts that were asked for: a server that stops early, cuts the prompt or hides its usage cannot look fast. The exception
+says so itself: an answer that the time limit cut (`is_cut`) has what came until then.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 import time
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from prompts import Prompt
+from prompts import Prompt, Tokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,8 @@ class Answer:
     output_tokens: int = 0
     cached_tokens: int = 0
     error: str | None = None
+    is_cut: bool = False  # the load's time was over first; its tokens are uncounted until `count_cut`
+    text: list[str] = field(default_factory=list)
 
 
 class RequestFailed(Exception):
@@ -80,15 +84,25 @@ def open_session(timeout_s: float) -> aiohttp.ClientSession:
 
 
 async def closed_loop(
-    session: aiohttp.ClientSession, target: Target, prompts: Sequence[Prompt], concurrency: int
+    session: aiohttp.ClientSession,
+    target: Target,
+    prompts: Sequence[Prompt],
+    concurrency: int,
+    limit_s: float | None = None,
 ) -> list[Answer]:
-    """Keep `concurrency` requests under way until the prompts run out; answers in the order of the prompts."""
+    """Keep `concurrency` requests under way until the prompts run out; answers in the order of the prompts.
+
+    After `limit_s` seconds what is under way is cut, and what was not sent has no answer.
+    """
     answers: list[Answer | None] = [None] * len(prompts)
     todo: Iterator[tuple[int, Prompt]] = iter(enumerate(prompts))
+    until = None if limit_s is None else time.perf_counter() + limit_s
 
     async def worker() -> None:
         for index, prompt in todo:  # one iterator for all workers: each prompt goes out once
-            answers[index] = await complete(session, target, prompt)
+            if until is not None and time.perf_counter() >= until:
+                return
+            answers[index] = await complete(session, target, prompt, until=until)
 
     async with asyncio.TaskGroup() as tasks:
         for _ in range(min(concurrency, len(prompts))):
@@ -99,31 +113,69 @@ async def closed_loop(
 async def open_loop(
     session: aiohttp.ClientSession, target: Target, prompts: Sequence[Prompt], rate: float, seed: int | str
 ) -> list[Answer]:
-    """Send at Poisson arrivals, `rate` a second, whatever the server does.
+    """Send at Poisson arrivals, `rate` a second, whatever the server does."""
+    rng = random.Random(f"{seed}/arrivals")
+    gaps = [0.0, *(rng.expovariate(rate) for _ in prompts[1:])]
+    return await timed_loop(session, target, prompts, list(itertools.accumulate(gaps)))
+
+
+async def timed_loop(
+    session: aiohttp.ClientSession,
+    target: Target,
+    prompts: Sequence[Prompt],
+    arrivals_s: Sequence[float],
+    limit_s: float | None = None,
+) -> list[Answer]:
+    """Send each prompt `arrivals_s` seconds (ascending) after the start, whatever the server does; cut all after `limit_s`.
 
     Waiting counts from the planned arrival, so a client or server that lags cannot hide its queue.
     """
-    rng = random.Random(f"{seed}/arrivals")
-    due = time.perf_counter()
+    start = time.perf_counter()
+    until = None if limit_s is None else start + limit_s
     sent = []
     async with asyncio.TaskGroup() as tasks:
-        for prompt in prompts:
+        for prompt, arrival_s in zip(prompts, arrivals_s, strict=True):
+            due = start + arrival_s
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            sent.append(tasks.create_task(complete(session, target, prompt, due)))
-            due += rng.expovariate(rate)
+            sent.append(tasks.create_task(complete(session, target, prompt, due, until)))
     return [task.result() for task in sent]
 
 
-async def complete(session: aiohttp.ClientSession, target: Target, prompt: Prompt, due: float | None = None) -> Answer:
-    """Stream one greedy completion of exactly `prompt.max_tokens` tokens. Failures are returned, never raised."""
-    answer = Answer(due=time.perf_counter() if due is None else due)
+async def complete(
+    session: aiohttp.ClientSession,
+    target: Target,
+    prompt: Prompt,
+    due: float | None = None,
+    until: float | None = None,
+) -> Answer:
+    """Stream one greedy completion of exactly `prompt.max_tokens` tokens, no longer than until `until`.
+
+    Both are `time.perf_counter()` seconds. Failures are returned, never raised.
+    """
+    now = time.perf_counter()
+    answer = Answer(due=now if due is None else due)
     try:
-        await _stream(session, target, prompt, answer)
-        _check_counts(prompt, answer)
+        async with asyncio.timeout(None if until is None else max(0.0, until - now)) as limit:
+            await _stream(session, target, prompt, answer)
+            _check_counts(prompt, answer)
     except (aiohttp.ClientError, OSError, TimeoutError, RequestFailed) as error:
-        answer.error = str(error) if isinstance(error, RequestFailed) else f"{type(error).__name__}: {error}"
+        if isinstance(error, TimeoutError) and limit.expired():
+            answer.is_cut = True
+        else:
+            answer.error = str(error) if isinstance(error, RequestFailed) else f"{type(error).__name__}: {error}"
     answer.done = time.perf_counter()
     return answer
+
+
+def count_cut(answer: Answer, prompt: Prompt, tokenizer: Tokenizer | None) -> None:
+    """Count the tokens of an answer that was cut: its text is encoded again, since no server says how far it had come.
+
+    Encoding a text gives about as many tokens as it was generated from. Without a tokenizer a chunk counts as a token.
+    """
+    if answer.first is not None:
+        answer.prompt_tokens = prompt.num_tokens or 0
+        text = "".join(answer.text)
+        answer.output_tokens = len(tokenizer.encode(text).ids) if tokenizer is not None else answer.num_chunks
 
 
 async def first_model(session: aiohttp.ClientSession, url: str) -> str:
@@ -175,6 +227,7 @@ def _note_chunk(chunk: dict[str, Any], now: float, answer: Answer) -> None:
         # A chunk with empty text is a token whose characters are not complete, or a special token. It moves the
         # clock, but the reader sees nothing: the first token is the first text.
         answer.num_chunks += 1
+        answer.text.append(text)
         if answer.first is not None and previous is not None:
             answer.gaps.append(now - previous)
         elif text:

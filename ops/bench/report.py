@@ -13,6 +13,10 @@ from typing import Any
 
 from load import Answer
 
+# What a request must keep to count in goodput: a wait and a pace that a reader of a chat takes as immediate and fluent.
+TTFT_LIMIT_S = 1.0
+TPOT_LIMIT_S = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -31,6 +35,8 @@ class Summary:
     itl_p50_ms: float | None
     itl_p95_ms: float | None
     tpot_median_ms: float | None
+    num_cut: int  # requests that the time limit ended; their tokens until then are in the counts
+    num_within_limits: int  # complete, and within TTFT_LIMIT_S and TPOT_LIMIT_S
     errors: dict[str, int]
 
     def as_json(self) -> dict[str, Any]:
@@ -45,11 +51,7 @@ def summarise(answers: Sequence[Answer], wall_s: float) -> Summary:
     output_tokens = sum(answer.output_tokens for answer in good)
     ttft = [answer.first - answer.due for answer in good if answer.first is not None]
     gaps = [gap for answer in good for gap in answer.gaps]
-    tpot = [
-        (answer.last - answer.first) / (answer.output_tokens - 1)
-        for answer in good
-        if answer.first is not None and answer.last is not None and answer.output_tokens > 1
-    ]
+    tpot = [pace for answer in good if (pace := time_per_token_s(answer)) is not None]
     return Summary(
         num_requests=len(answers),
         wall_s=wall_s,
@@ -64,8 +66,24 @@ def summarise(answers: Sequence[Answer], wall_s: float) -> Summary:
         itl_p50_ms=_milliseconds(gaps, 50),
         itl_p95_ms=_milliseconds(gaps, 95),
         tpot_median_ms=_milliseconds(tpot, 50),
+        num_cut=sum(answer.is_cut for answer in good),
+        num_within_limits=sum(is_within_limits(answer) for answer in good),
         errors=dict(Counter(answer.error for answer in answers if answer.error is not None)),
     )
+
+
+def time_per_token_s(answer: Answer) -> float | None:
+    """Return the mean seconds between two tokens of a request, None for fewer than two."""
+    if answer.first is None or answer.last is None or answer.output_tokens < 2:
+        return None
+    return (answer.last - answer.first) / (answer.output_tokens - 1)
+
+
+def is_within_limits(answer: Answer) -> bool:
+    """Say whether a request came to its end, in time and at a pace, that make it count as goodput."""
+    if answer.error is not None or answer.is_cut or answer.first is None:
+        return False
+    return answer.first - answer.due <= TTFT_LIMIT_S and (time_per_token_s(answer) or 0.0) <= TPOT_LIMIT_S
 
 
 def percentile(values: Sequence[float], q: float) -> float:

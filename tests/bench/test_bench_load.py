@@ -12,9 +12,21 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from load import Answer, SseParser, Target, closed_loop, complete, first_model, open_loop, open_session
-from peers import free_port
+from load import (
+    Answer,
+    SseParser,
+    Target,
+    closed_loop,
+    complete,
+    count_cut,
+    first_model,
+    open_loop,
+    open_session,
+    timed_loop,
+)
 from prompts import Prompt
+from recipes import free_port
+from report import summarise
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Send = Callable[[bytes], Awaitable[None]]
@@ -238,6 +250,78 @@ async def test_open_loop_sends_at_planned_times_that_the_seed_decides(fake: Fake
 
     assert await planned(1) == pytest.approx(await planned(1), abs=1e-6)
     assert await planned(1) != pytest.approx(await planned(2), abs=1e-6)
+
+
+class WordCount:
+    """A tokenizer whose tokens are words."""
+
+    def __init__(self) -> None:
+        self.offsets: list[tuple[int, int]] = []
+        self.ids: list[int] = []
+
+    def encode(self, sequence: str) -> "WordCount":
+        self.ids = list(range(len(sequence.split())))
+        return self
+
+
+async def test_what_is_under_way_when_the_time_is_over_is_cut_and_keeps_its_text(fake: FakeServer) -> None:
+    stalled = asyncio.Event()
+
+    async def stall(body: dict[str, Any], send: Send) -> None:
+        await send(event(chunk(" one two")) + event(chunk(" three")))
+        await stalled.wait()
+
+    fake.script = stall
+    prompts = [Prompt("a b", 2, 50), Prompt("c d e", 3, 50), Prompt("never sent", 2, 50)]
+    async with open_session(60) as session:
+        answers = await closed_loop(session, fake.target, prompts, 2, limit_s=0.3)
+    stalled.set()
+    assert len(answers) == 2
+    for answer, prompt in zip(answers, prompts, strict=False):
+        assert answer.is_cut
+        assert answer.error is None
+        count_cut(answer, prompt, WordCount())
+    assert [answer.prompt_tokens for answer in answers] == [2, 3]
+    assert [answer.output_tokens for answer in answers] == [3, 3]
+    summary = summarise(answers, wall_s=0.5)
+    assert summary.errors == {}
+    assert (summary.num_cut, summary.num_within_limits) == (2, 0)
+    assert summary.output_tokens_per_s == 12.0
+
+
+async def test_a_request_cut_before_its_first_token_counts_nothing(fake: FakeServer) -> None:
+    stalled = asyncio.Event()
+
+    async def stall(body: dict[str, Any], send: Send) -> None:
+        await stalled.wait()
+
+    fake.script = stall
+    async with open_session(60) as session:
+        (answer,) = await timed_loop(session, fake.target, [Prompt("a b", 2, 5)], [0.05], limit_s=0.2)
+    stalled.set()
+    count_cut(answer, Prompt("a b", 2, 5), WordCount())
+    assert answer.is_cut
+    assert (answer.first, answer.prompt_tokens, answer.output_tokens) == (None, 0, 0)
+
+
+async def test_requests_leave_at_their_times_whatever_became_of_the_ones_before(fake: FakeServer) -> None:
+    gate = asyncio.Event()
+
+    async def hold_the_first(body: dict[str, Any], send: Send) -> None:
+        if len(fake.bodies) == 1:
+            await gate.wait()
+        await fake.obey(body, send)
+        gate.set()
+
+    fake.script = hold_the_first
+    async with open_session(60) as session:
+        first, second = await timed_loop(session, fake.target, [Prompt("x", 1, 2)] * 2, [0.0, 0.02])
+    assert first.error is None
+    assert second.error is None
+    assert second.due - first.due == pytest.approx(0.02)
+    assert first.last is not None
+    assert second.last is not None
+    assert second.last < first.last
 
 
 async def test_the_servers_first_model_is_the_default(fake: FakeServer) -> None:
