@@ -9,7 +9,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
+import numba
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 
 def best_times(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -25,7 +28,36 @@ def best_times(contenders: Mapping[str, Callable[[], object]], rounds: int) -> d
     return best
 
 
-def read_bandwidth() -> float:
-    """Return bytes a second that torch reads from memory on its threads: the sum of 256 MiB."""
-    numbers = torch.ones(1 << 26)
-    return numbers.numel() * 4 / best_times({"sum": numbers.sum}, rounds=9)["sum"]
+def read_bandwidth(num_bytes: int = 1 << 28) -> float:
+    """Return bytes a second that all threads read from a buffer of `num_bytes`: the better one of two readers.
+
+    torch's sum is slower than memory on some machines; a compiled loop that only combines integers is not.
+    """
+    numbers = torch.ones(num_bytes // 8, dtype=torch.int64)
+    words, singles = numbers.numpy(), numbers.view(torch.float32)
+    num_threads = torch.get_num_threads()
+    best = best_times({"sum": singles.sum, "combine": lambda: _combine(words, num_threads)}, rounds=9)
+    return numbers.numel() * 8 / min(best.values())
+
+
+def matmul_rate() -> float:
+    """Return operations a second of the best bfloat16 matrix product, of two square sizes."""
+    best = 0.0
+    for size in (2048, 4096):
+        matrix = torch.ones(size, size, dtype=torch.bfloat16)
+        seconds = best_times({"product": lambda matrix=matrix: matrix @ matrix}, rounds=4)["product"]
+        best = max(best, 2 * size**3 / seconds)
+    return best
+
+
+@numba.njit(parallel=True, cache=True)  # type: ignore[untyped-decorator, unused-ignore]
+def _combine(words: NDArray[np.int64], num_parts: int) -> NDArray[np.int64]:
+    """Read every word once, in `num_parts` stretches at the same time."""
+    found = np.zeros(num_parts, np.int64)
+    length = words.shape[0] // num_parts
+    for part in numba.prange(num_parts):
+        combined = np.int64(0)
+        for index in range(part * length, (part + 1) * length):
+            combined ^= words[index]
+        found[part] = combined
+    return found

@@ -46,9 +46,9 @@ def bars(title: str, groups: Sequence[str], series: Sequence[Series], show: Call
             parts.append(
                 f'<rect x="{x:.1f}" y="{y:.1f}" width="{width - 1:.1f}" height="{size:.1f}" fill="{COLOURS[order]}"/>'
             )
-            parts.append(_text(x + width / 2, y - 3, show(value), size=8))
+            parts.append(text(x + width / 2, y - 3, show(value), size=8))
         for row, words in enumerate(group.split("\n")):
-            parts.append(_text(left + slot * 0.41, TOP + height + 14 + 11 * row, words, size=9))
+            parts.append(text(left + slot * 0.41, TOP + height + 14 + 11 * row, words, size=9))
     parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{TOP + height}" y2="{TOP + height}" stroke="#333"/>')
     return "".join(parts)
 
@@ -65,10 +65,10 @@ def lines(title: str, xs: Sequence[float], series: Sequence[Series], x_name: str
     for share in (0.0, 0.25, 0.5, 0.75, 1.0):
         _, y = place(xs[0], share)
         parts.append(f'<line x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="#ddd"/>')
-        parts.append(_text(LEFT - 6, y + 3, f"{share:.0%}", size=9, anchor="end"))
-    parts += [_text(place(x, 0)[0], TOP + height + 14, f"{x:.0%}", size=9) for x in xs]
-    parts.append(_text(LEFT + width / 2, TOP + height + 30, x_name, size=10))
-    parts.append(_text(LEFT, TOP - 8, y_name, size=9, anchor="start"))
+        parts.append(text(LEFT - 6, y + 3, f"{share:.0%}", size=9, anchor="end"))
+    parts += [text(place(x, 0)[0], TOP + height + 14, f"{x:.0%}", size=9) for x in xs]
+    parts.append(text(LEFT + width / 2, TOP + height + 30, x_name, size=10))
+    parts.append(text(LEFT, TOP - 8, y_name, size=9, anchor="start"))
     for order, line in enumerate(series):
         points = [place(x, y) for x, y in zip(xs, line.values, strict=True) if y is not None]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
@@ -172,8 +172,8 @@ def main() -> int:
     return 0
 
 
-def _title(text: str) -> str:
-    return _text(WIDTH / 2, 18, text, size=12, weight="bold")
+def _title(words: str) -> str:
+    return text(WIDTH / 2, 18, words, size=12, weight="bold")
 
 
 def _legend(names: Sequence[str]) -> str:
@@ -182,12 +182,12 @@ def _legend(names: Sequence[str]) -> str:
     for order, name in enumerate(names):
         x = LEFT + order * step
         parts.append(f'<rect x="{x:.1f}" y="28" width="10" height="10" fill="{COLOURS[order]}"/>')
-        parts.append(_text(x + 14, 37, name, size=10, anchor="start"))
+        parts.append(text(x + 14, 37, name, size=10, anchor="start"))
     return "".join(parts)
 
 
-def _text(x: float, y: float, text: str, *, size: int, anchor: str = "middle", weight: str = "normal") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}">{escape(text)}</text>'
+def text(x: float, y: float, words: str, *, size: int, anchor: str = "middle", weight: str = "normal") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}">{escape(words)}</text>'
 
 
 if __name__ == "__main__":
