@@ -1,58 +1,30 @@
-"""The programs that are compared: how to start each, and how to send it a case.
-
-To add one: a function that returns a `Recipe`, and a line in `RECIPES`. Every peer gets the same prompts, the same
-weights, and the settings that were fastest for it where a choice had to be made (README.md lists them).
-"""
+"""Starts the programs that are compared (recipes.py says how) and sends them their loads."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes.util
 import itertools
 import json
 import os
 import select
 import shlex
-import socket
-import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from environments import PeerUnavailable, ensure_environment
-from load import Answer, Target, closed_loop, open_session
+from conversation import Turn
+from environments import PeerUnavailable
+from load import Answer, Target, closed_loop, open_session, timed_loop
 from process_group import ProcessGroup
 from prompts import Prompt
+from recipes import RECIPES, Place, Recipe
 
 START_TIMEOUT_S = 900.0
 REQUEST_TIMEOUT_S = 900.0
 POLL_S = 0.02
-MODEL_NAME = "bench"
-MAX_CONTEXT_TOKENS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the peers find things: the same weights twice, and a directory for environments, caches and logs."""
-
-    gguf: Path
-    hf_dir: Path
-    work_dir: Path
-
-
-@dataclass(frozen=True, slots=True)
-class Recipe:
-    """How to start a peer. With `ready_path` it is a server on `port`, else it reads batches from its input."""
-
-    command: Sequence[str | Path]
-    env: Mapping[str, str] = field(default_factory=dict)
-    port: int | None = None
-    ready_path: str = ""
-    model: str = MODEL_NAME
 
 
 class RunningPeer(Protocol):
@@ -60,80 +32,16 @@ class RunningPeer(Protocol):
 
     group: ProcessGroup
 
-    def run(self, prompts: Sequence[Prompt], concurrency: int) -> list[Answer]:
-        """Send the prompts, at most `concurrency` at a time, and return their answers in order."""
+    def run(self, prompts: Sequence[Prompt], concurrency: int, limit_s: float | None = None) -> list[Answer]:
+        """Send the prompts, at most `concurrency` at a time, and return their answers in order; cut them after `limit_s`."""
         ...
 
+    def replay(self, turns: Sequence[Turn], limit_s: float) -> list[Answer]:
+        """Send each prompt at its time, whatever became of the ones before; cut what is left after `limit_s`.
 
-def looseleaf(place: Place, extra: Sequence[str]) -> Recipe:
-    """Looseleaf from this environment, reading the GGUF file itself."""
-    port = free_port()
-    program = Path(sys.executable).with_name("looseleaf")
-    command: list[str | Path] = [
-        program,
-        "serve",
-        "--model",
-        place.gguf,
-        "--port",
-        str(port),
-        "--dtype",
-        "bfloat16",
-        *extra,
-    ]
-    return Recipe(command, port=port, ready_path="/readyz", model="")
-
-
-def vllm(place: Place, extra: Sequence[str]) -> Recipe:
-    """vLLM's CPU build, with compiled graphs; `vllm-eager` does without."""
-    home = ensure_environment("vllm", place.work_dir)
-    port = free_port()
-    cores = sorted(os.sched_getaffinity(0))
-    env = {
-        "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
-        # The default leaves one core free, which on two cores halves the threads that compute.
-        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-        "VLLM_CACHE_ROOT": str(place.work_dir / "cache/vllm"),
-        "TORCHINDUCTOR_CACHE_DIR": str(place.work_dir / "cache/inductor"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    # vLLM's documents ask for both; they are used where they are.
-    preload = [str(home / "lib/libiomp5.so")] if (home / "lib/libiomp5.so").exists() else []
-    if allocator := ctypes.util.find_library("tcmalloc_minimal"):
-        preload.append(allocator)
-    if preload:
-        env["LD_PRELOAD"] = ":".join(preload)
-    command: list[str | Path] = [
-        home / "bin/vllm",
-        "serve",
-        place.hf_dir,
-        "--served-model-name",
-        MODEL_NAME,
-        "--dtype",
-        "bfloat16",
-    ]
-    command += ["--max-model-len", str(MAX_CONTEXT_TOKENS), "--host", "127.0.0.1", "--port", str(port), *extra]
-    return Recipe(command, env, port=port, ready_path="/health")
-
-
-def vllm_eager(place: Place, extra: Sequence[str]) -> Recipe:
-    """vLLM's CPU build without compiled graphs: starts sooner."""
-    return vllm(place, ["--enforce-eager", *extra])
-
-
-def transformers(place: Place, extra: Sequence[str]) -> Recipe:
-    """transformers' `generate`, one static batch after the other, without a server around it."""
-    home = ensure_environment("transformers", place.work_dir)
-    worker = Path(__file__).with_name("static_generate.py")
-    return Recipe([home / "bin/python", worker, place.hf_dir, *extra], {"HF_HUB_OFFLINE": "1"})
-
-
-RECIPES: dict[str, Callable[[Place, Sequence[str]], Recipe]] = {
-    "looseleaf": looseleaf,
-    "vllm": vllm,
-    "vllm-eager": vllm_eager,
-    "transformers": transformers,
-}
+        Not for STATIC_PEERS, which take whole batches.
+        """
+        ...
 
 
 def start(name: str, place: Place, extra: str, log: Path) -> RunningPeer:
@@ -168,12 +76,22 @@ class ServerPeer:
         _wait_for(group, url + recipe.ready_path)
         self._target = Target(url, recipe.model or _first_model(url))
 
-    def run(self, prompts: Sequence[Prompt], concurrency: int) -> list[Answer]:
+    def run(self, prompts: Sequence[Prompt], concurrency: int, limit_s: float | None = None) -> list[Answer]:
         """Send the prompts closed loop."""
 
         async def send() -> list[Answer]:
             async with open_session(REQUEST_TIMEOUT_S) as session:
-                return await closed_loop(session, self._target, prompts, concurrency)
+                return await closed_loop(session, self._target, prompts, concurrency, limit_s)
+
+        return asyncio.run(send())
+
+    def replay(self, turns: Sequence[Turn], limit_s: float) -> list[Answer]:
+        """Send each prompt at its time."""
+
+        async def send() -> list[Answer]:
+            prompts, arrivals_s = [turn.prompt for turn in turns], [turn.arrival_s for turn in turns]
+            async with open_session(REQUEST_TIMEOUT_S) as session:
+                return await timed_loop(session, self._target, prompts, arrivals_s, limit_s)
 
         return asyncio.run(send())
 
@@ -186,12 +104,22 @@ class StaticBatchPeer:
         if not self._read_line(START_TIMEOUT_S):
             raise PeerUnavailable("ended, or said nothing for too long, before it was ready")
 
-    def run(self, prompts: Sequence[Prompt], concurrency: int) -> list[Answer]:
-        """Send the prompts in batches of `concurrency`; a row's times are those of its batch's steps."""
+    def run(self, prompts: Sequence[Prompt], concurrency: int, limit_s: float | None = None) -> list[Answer]:
+        """Send the prompts in batches of `concurrency`; a row's times are those of its batch's steps.
+
+        A batch cannot be cut: after `limit_s` no further one starts.
+        """
         answers: list[Answer] = []
+        start = time.perf_counter()
         for begin in range(0, len(prompts), concurrency):
+            if limit_s is not None and time.perf_counter() - start >= limit_s:
+                break
             answers += self._run_batch(prompts[begin : begin + concurrency])
         return answers
+
+    def replay(self, turns: Sequence[Turn], limit_s: float) -> list[Answer]:
+        """Never called: a request that comes while a batch runs could only wait for its end."""
+        raise NotImplementedError
 
     def _run_batch(self, batch: Sequence[Prompt]) -> list[Answer]:
         (max_tokens,) = {prompt.max_tokens for prompt in batch}
@@ -225,14 +153,6 @@ class StaticBatchPeer:
         """
         ready, _, _ = select.select([self.group.stdout], [], [], timeout_s)
         return self.group.stdout.readline() if ready else b""
-
-
-def free_port() -> int:
-    """Return a TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def log_tail(log: Path, num_lines: int = 20) -> str:

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import compare
-import peers
+import measuring
 import pytest
-from peers import Place, Recipe, free_port
+import recipes
+from recipes import Place, Recipe, free_port
 
 # An OpenAI-like server on the standard library: not ready at first, one token a chunk. It counts prompt tokens by
 # words, and stops early for prompts of argv[2] words.
@@ -55,7 +56,7 @@ def broken_peer(place: Place, extra: Sequence[str]) -> Recipe:
 @pytest.fixture
 def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     for name, recipe in (("ours", fake_peer), ("theirs", fake_peer), ("broken", broken_peer)):
-        monkeypatch.setitem(peers.RECIPES, name, recipe)
+        monkeypatch.setitem(recipes.RECIPES, name, recipe)
     words = {"[?]": 0}
     tokenizer = {
         "version": "1.0",
@@ -68,6 +69,7 @@ def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return [
         *("--model", str(tmp_path / "model.gguf"), "--tokenizer", str(tmp_path / "tokenizer.json")),
         *("--work-dir", str(tmp_path / "work"), "--json", str(tmp_path / "out.json"), "--max-tokens", "5"),
+        *("--no-roofline", "--idle-seconds", "0"),
     ]
 
 
@@ -98,7 +100,7 @@ def test_peers_take_turns_and_every_round_has_its_ratio(
     printed = capsys.readouterr().out
     assert "### w1 c=2" in printed
     assert "ours ÷ peer" in printed
-    assert "### Start and memory" in printed
+    assert "### Start, memory, idle" in printed
 
 
 def test_a_peer_that_stops_early_fails_the_comparison_and_has_no_number(
@@ -121,6 +123,100 @@ def test_a_peer_that_cannot_start_is_reported_with_its_log_and_the_others_go_on(
     assert "ended with status 1 before it was ready" in printed
     assert "no such model" in printed
     assert [turn["failure"] is None for turn in turns(arguments)] == [True, False]
+
+
+def test_an_interrupted_comparison_goes_on_where_it_stopped(arguments: list[str]) -> None:
+    chosen = [*arguments, "--peers", "ours", "theirs", "--rounds", "1", "--cases", "w1:1", "w3:1"]
+    assert compare.main(chosen) == 0
+    out = Path(arguments[arguments.index("--json") + 1])
+    whole = json.loads(out.read_text())
+    kept = whole["turns"][1]["cases"].pop()
+    assert kept["label"] == "w3 c=1"
+    out.write_text(json.dumps(whole))
+    assert compare.main([*chosen, "--resume"]) == 0
+    ours, theirs = turns(arguments)
+    assert ours == whole["turns"][0]  # not measured again
+    assert [case["label"] for case in theirs["cases"]] == ["w1 c=1", "w3 c=1"]
+    assert theirs["cases"][0] == whole["turns"][1]["cases"][0]
+    assert theirs["cases"][1]["summary"]["prompt_tokens"] == kept["summary"]["prompt_tokens"]
+
+
+def test_another_comparison_is_not_gone_on_with(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    chosen = [*arguments, "--peers", "ours", "--rounds", "1", "--cases", "w1:1"]
+    assert compare.main(chosen) == 0
+    assert compare.main([*chosen, "--resume", "--seed", "2"]) == 1
+    assert "was begun with another seed: 1" in capsys.readouterr().err
+
+
+def test_files_of_one_session_become_one_report(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for peer in ("ours", "theirs"):
+        chosen = ["--peers", peer, "--rounds", "1", "--cases", "w1:1", "--json", str(tmp_path / f"{peer}.json")]
+        assert compare.main([*arguments, *chosen]) == 0
+    capsys.readouterr()
+    files = [str(tmp_path / f"{peer}.json") for peer in ("ours", "theirs")]
+    assert compare.main([*arguments, "--report", *files]) == 0
+    assert [turn["peer"] for turn in turns(arguments)] == ["ours", "theirs"]
+    printed = capsys.readouterr().out
+    (row,) = [line for line in printed.splitlines() if line.startswith("| theirs |      1 |")]
+    assert "–" not in row.split("|")[-3]  # there is a ratio
+
+
+def test_a_case_of_some_rounds_and_a_peer_of_some_cases_are_left_out_elsewhere(arguments: list[str]) -> None:
+    chosen = ["--peers", "ours", "theirs", "--rounds", "2", "--cases", "w1:1", "w1:2@1", "--only", "theirs=w1:1"]
+    assert compare.main([*arguments, *chosen]) == 0
+    measured = {
+        (turn["peer"], turn["round_number"]): [case["label"] for case in turn["cases"]] for turn in turns(arguments)
+    }
+    assert measured == {
+        ("ours", 0): ["w1 c=1", "w1 c=2"],
+        ("ours", 1): ["w1 c=1"],
+        ("theirs", 0): ["w1 c=1"],
+        ("theirs", 1): ["w1 c=1"],
+    }
+
+
+def test_chats_and_a_busy_neighbour_are_measured_and_reported(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen = ["--peers", "ours", "--rounds", "1", "--cases", "w1:2", "w1:2+busy", "w4:4", "--chat-seconds", "2"]
+    # The fake counts words; the trace's lengths are counted in the model's tokens.
+    assert compare.main([*arguments, *chosen]) == 0
+    (turn,) = turns(arguments)
+    calm, busy, chats = turn["cases"]
+    assert calm["busy_cores"] is None
+    assert busy["busy_cores"] is not None
+    assert chats["summary"]["num_requests"] == 8
+    assert chats["summary"]["output_tokens"] == 8 * 5
+    printed = capsys.readouterr().out
+    assert "### Beside one busy process" in printed
+    assert "goodput req/s" in printed
+
+
+def test_prompts_do_not_depend_on_what_else_is_measured_in_a_round(arguments: list[str]) -> None:
+    args = compare.parse_arguments([*arguments, "--peers", "ours", "--cases", "w1:1", "w1:2@1", "w3:1"])
+    place = compare.prepare(args)
+    plan = measuring.Plan(
+        place=place,
+        cases=args.cases,
+        book=args.text.read_text(),
+        tokenizer=compare.read_tokenizer(args.tokenizer),
+        trace=(),
+        seed=1,
+        extra={},
+        max_tokens=None,
+        limit_s=1.0,
+        busy_limit_s=1.0,
+        chat_s=1.0,
+        idle_s=0.0,
+    )
+    first, drawn = measuring.draw_prompts(plan, 0)
+    again = measuring.draw_prompts(plan, 0)
+    assert (first, drawn) == again
+    assert drawn != measuring.draw_prompts(plan, 1)[1]
+    texts = [prompt.text for case in drawn.values() for prompt in [*case.warm_up, *case.prompts]]
+    assert len({text.split()[0] for text in texts}) == len(texts)
 
 
 @pytest.mark.parametrize("case", ["w9:1", "w1:0", "w1:many", "w1"])
