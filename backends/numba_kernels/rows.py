@@ -42,7 +42,7 @@ ROWS_PER_ITEM = 8
 SILU, GELU_TANH = 0, 1
 
 
-def _read(b: Builder, is_bf16: bool, row: Value, index: Value) -> Value:
+def read_vector(b: Builder, is_bf16: bool, row: Value, index: Value) -> Value:
     """Load 16 elements from `index` on, as float32."""
     if not is_bf16:
         return emit_load(b, b.add(row, b.shl(index, ir.Constant(I64, 2))), VF)
@@ -58,7 +58,7 @@ def _write(b: Builder, is_bf16: bool, row: Value, index: Value, value: Value) ->
         emit_store(b, value, b.add(row, b.shl(index, ir.Constant(I64, 2))))
 
 
-def _vectors(b: Builder, count: Value) -> Any:
+def vectors_of(b: Builder, count: Value) -> Any:
     """Loop over the starts of `count` elements' vectors."""
     return cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64)
 
@@ -71,8 +71,8 @@ def _sum_squares(typing_context: Any, tag: Any, row: Any, count: Any) -> Any:
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, row, count = arguments
         total = cgutils.alloca_once_value(b, constant(0.0))
-        with _vectors(b, count) as (i, _):
-            x = _read(b, is_bf16, row, i)
+        with vectors_of(b, count) as (i, _):
+            x = read_vector(b, is_bf16, row, i)
             b.store(emit_fma(b, x, x, b.load(total)), total)
         return emit_reduce(b, b.load(total), lambda x, y: b.fadd(x, y))
 
@@ -86,8 +86,10 @@ def _add_row(typing_context: Any, tag: Any, source: Any, target: Any, count: Any
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, source, target, count = arguments
-        with _vectors(b, count) as (i, _):
-            _write(b, is_bf16, target, i, b.fadd(_read(b, is_bf16, source, i), _read(b, is_bf16, target, i)))
+        with vectors_of(b, count) as (i, _):
+            _write(
+                b, is_bf16, target, i, b.fadd(read_vector(b, is_bf16, source, i), read_vector(b, is_bf16, target, i))
+            )
         return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.int64, types.int64), generate
@@ -101,9 +103,9 @@ def _weigh(typing_context: Any, tag: Any, source: Any, weight: Any, target: Any,
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, source, weight, target, count, factor = arguments
         wide = emit_splat(b, factor, VF)
-        with _vectors(b, count) as (i, _):
-            x = b.fmul(_read(b, is_bf16, source, i), wide)
-            _write(b, is_bf16, target, i, b.fmul(x, _read(b, False, weight, i)))
+        with vectors_of(b, count) as (i, _):
+            x = b.fmul(read_vector(b, is_bf16, source, i), wide)
+            _write(b, is_bf16, target, i, b.fmul(x, read_vector(b, False, weight, i)))
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 4, types.float32), generate
@@ -116,10 +118,10 @@ def _rotate(typing_context: Any, tag: Any, row: Any, cos: Any, sin: Any, half: A
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, row, cos, sin, half = arguments
-        with _vectors(b, half) as (i, _):
+        with vectors_of(b, half) as (i, _):
             j = b.add(i, half)
-            low, high = _read(b, is_bf16, row, i), _read(b, is_bf16, row, j)
-            c, s = _read(b, False, cos, i), _read(b, False, sin, i)
+            low, high = read_vector(b, is_bf16, row, i), read_vector(b, is_bf16, row, j)
+            c, s = read_vector(b, False, cos, i), read_vector(b, False, sin, i)
             _write(b, is_bf16, row, i, b.fsub(b.fmul(low, c), b.fmul(high, s)))
             _write(b, is_bf16, row, j, b.fadd(b.fmul(high, c), b.fmul(low, s)))
         return context.get_dummy_value()
@@ -135,15 +137,15 @@ def _activate(typing_context: Any, tag: Any, gate: Any, up: Any, target: Any, co
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, gate, up, target, count, kind = arguments
         is_gelu = b.icmp_signed("==", kind, ir.Constant(I64, GELU_TANH))
-        with _vectors(b, count) as (i, _):
-            x = _read(b, is_bf16, gate, i)
+        with vectors_of(b, count) as (i, _):
+            x = read_vector(b, is_bf16, gate, i)
             cubic = b.fmul(emit_fma(b, b.fmul(x, x), constant(0.044715), constant(1.0)), constant(1.5957691216057308))
             s = b.fmul(x, b.select(is_gelu, cubic, constant(1.0)))
             # Held at 80, the sigmoid is still under 2e-35 and its exponential does not overflow.
             negative = b.fneg(s)
             negative = b.select(b.fcmp_ordered(">", negative, constant(80.0)), constant(80.0), negative)
             active = b.fdiv(x, b.fadd(constant(1.0), emit_exp(b, negative)))
-            _write(b, is_bf16, target, i, b.fmul(active, _read(b, is_bf16, up, i)))
+            _write(b, is_bf16, target, i, b.fmul(active, read_vector(b, is_bf16, up, i)))
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 5), generate
@@ -157,8 +159,8 @@ def _scale(typing_context: Any, tag: Any, row: Any, count: Any, factor: Any) -> 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, row, count, factor = arguments
         wide = emit_splat(b, factor, VF)
-        with _vectors(b, count) as (i, _):
-            _write(b, is_bf16, row, i, b.fmul(_read(b, is_bf16, row, i), wide))
+        with vectors_of(b, count) as (i, _):
+            _write(b, is_bf16, row, i, b.fmul(read_vector(b, is_bf16, row, i), wide))
         return context.get_dummy_value()
 
     return types.void(tag, types.int64, types.int64, types.float32), generate

@@ -550,7 +550,9 @@ def prefetch(typing_context: Any, address: Any, count: Any) -> Any:
     return types.void(types.int64, types.int64), generate
 
 
-def _reader(kind: Any, ir_kind: Any) -> Any:
+def make_reader(kind: Any, ir_kind: Any) -> Any:
+    """Return a function for compiled code that loads a number of one type from an address."""
+
     @intrinsic
     def read(typing_context: Any, address: Any) -> Any:
         def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
@@ -561,9 +563,9 @@ def _reader(kind: Any, ir_kind: Any) -> Any:
     return read
 
 
-read_int64 = _reader(types.int64, I64)
-read_int32 = _reader(types.int32, I32)
-read_float = _reader(types.float32, F32)
+read_int64 = make_reader(types.int64, I64)
+read_int32 = make_reader(types.int32, I32)
+read_float = make_reader(types.float32, F32)
 
 
 @intrinsic

@@ -19,7 +19,6 @@ from torch import Tensor
 from backends.interface import AttentionBackend, AttentionLayer
 from backends.kv_cache import KVCache, KVCacheSpec
 from backends.ops import Linear, Ops, Weight
-from backends.torch_threads import calling_thread_only
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
 from service.model.layers import DecoderLayer
@@ -161,9 +160,7 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Project the rows whose logits are wanted: [R, N] → [R, V] float32, capped where the family caps."""
+        """Project the rows whose logits are wanted: [R, N] → [R, V] as the head gives them; capped, in float32, where the family caps."""
         logits = self._head(hidden)
-        with calling_thread_only():
-            logits = logits.float()
         cap = self.config.logit_soft_cap
-        return logits if cap is None else (logits / cap).tanh_().mul_(cap)
+        return logits if cap is None else (logits.float() / cap).tanh_().mul_(cap)

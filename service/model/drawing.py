@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from backends.torch_threads import calling_thread_only
 from service.engine.batch import StepEntry
 from service.model.philox import uniforms
 from service.model.ranking import ranked_prefix
@@ -41,19 +43,58 @@ class Filters:
         return Filters(self.top_k[rows], self.top_p[rows], self.min_p[rows])
 
 
+def row_kernels(logits: Tensor) -> Any:
+    """Return the module of compiled kernels for `logits` [R, V]; None where there are none for such."""
+    try:
+        from backends import numba_sampling
+    except ImportError:  # a machine without Numba
+        return None
+    return numba_sampling if numba_sampling.takes(logits) else None
+
+
 def draw(logits: Tensor, rows: Sequence[int], entries: Sequence[StepEntry]) -> list[list[int]]:
-    """Draw one id per seed for each of `rows` of logits [R, V]."""
+    """Draw one id per seed for each of `rows` of logits [R, V], in any float dtype."""
+    kernels = row_kernels(logits)
+    if kernels is None:
+        return draw_with_torch(logits, rows, entries)
+    width = logits.shape[1]
+    chosen: dict[int, list[int]] = {}
+    plain = [row for row in rows if not wants_ranking(entries[row], width)]
+    if plain:
+        drawing = [entries[row] for row in plain]
+        found: list[list[int]] = kernels.draw(
+            logits,
+            np.array(plain, np.int64),
+            np.array([entry.sampling.temperature for entry in drawing], np.float32),
+            np.array([entry.sampling.min_p for entry in drawing], np.float32),
+            numbers_of(drawing),
+        ).tolist()
+        chosen = {row: ids[: len(entry.seeds)] for row, ids, entry in zip(plain, found, drawing, strict=True)}
+    ranked = [row for row in rows if row not in chosen]
+    if ranked:
+        chosen |= dict(zip(ranked, draw_with_torch(logits, ranked, entries), strict=True))
+    return [chosen[row] for row in rows]
+
+
+def wants_ranking(entry: StepEntry, width: int) -> bool:
+    """Say whether which ids may be drawn of `width` depends on their ranks."""
+    return 0 < entry.sampling.top_k < width or entry.sampling.top_p < 1.0
+
+
+@calling_thread_only()
+def draw_with_torch(logits: Tensor, rows: Sequence[int], entries: Sequence[StepEntry]) -> list[list[int]]:
+    """Do what `draw` does, on any device."""
     device, width = logits.device, logits.shape[1]
     drawing = [entries[row] for row in rows]
     params = [entry.sampling for entry in drawing]
     numbers = torch.from_numpy(numbers_of(drawing)).to(device)  # [N, most seeds]
     temperatures = torch.tensor([[p.temperature] for p in params], dtype=torch.float32, device=device)
-    scaled = select(logits, rows)
+    scaled = select(logits, rows).float()
     # The largest becomes 0 before the division, so that nothing can overflow upwards.
     scaled.sub_(scaled.amax(dim=1, keepdim=True)).div_(temperatures)
     probabilities = torch.softmax(scaled, dim=1)
 
-    ranks = [0 < p.top_k < width or p.top_p < 1.0 for p in params]
+    ranks = [wants_ranking(entry, width) for entry in drawing]
     filters = Filters(
         torch.tensor([[p.top_k if 0 < p.top_k < width else width] for p in params], device=device),
         torch.tensor([[p.top_p] for p in params], dtype=torch.float64, device=device),

@@ -42,7 +42,7 @@ class StepModel(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Turn hidden states [R, hidden] into new float32 logits [R, vocab]."""
+        """Turn hidden states [R, hidden] into new logits [R, vocab], float32 or the model's dtype."""
         ...
 
 

@@ -21,11 +21,11 @@ Alternatives = tuple[tuple[int, float], ...]
 
 
 class LogprobTable:
-    """The logprobs of some rows of logits [R, V], float32; computed once, read per row."""
+    """The logprobs of some rows of logits [R, V], in float32; computed once, read per row."""
 
     def __init__(self, logits: Tensor, counts: Sequence[int]) -> None:
         """Keep `counts[r]` alternatives of row r. `logits` may be overwritten afterwards."""
-        self._all = torch.log_softmax(logits, dim=1).clamp_(min=LOGPROB_FLOOR)
+        self._all = torch.log_softmax(logits, dim=1, dtype=torch.float32).clamp_(min=LOGPROB_FLOOR)
         # Ordered by logits, since rounding makes different logits equal in the logarithm.
         _, ids = leading(logits, max(counts, default=0))
         self._counts = counts
@@ -53,7 +53,7 @@ def prompt_logprobs(
 ) -> tuple[PromptLogprob, ...] | None:
     """Score `targets[i]` by the logits of hidden [len(targets), H] row i, with `count` alternatives each.
 
-    `logits_of` gives float32 logits of the valid ids only. Works in slices, so that memory does not grow with the prompt. Returns None if
+    `logits_of` gives logits of the valid ids only. Works in slices, so that memory does not grow with the prompt. Returns None if
     any logit is not finite.
     """
     found: list[PromptLogprob] = []
@@ -74,5 +74,5 @@ def prompt_logprobs(
 def finite_rows(logits: Tensor) -> list[bool]:
     """Say for each row of logits [R, V] whether all of it is finite."""
     # A sum meets every NaN and infinity and costs a tenth of looking at each; only a row whose sum is not finite is looked at.
-    finite: list[bool] = torch.isfinite(logits.sum(dim=1)).tolist()
+    finite: list[bool] = torch.isfinite(logits.sum(dim=1, dtype=torch.float32)).tolist()
     return [is_finite or bool(torch.isfinite(logits[row]).all()) for row, is_finite in enumerate(finite)]

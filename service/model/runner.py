@@ -15,7 +15,6 @@ from torch import Tensor
 
 from backends.interface import AttentionBackend, PlanT
 from backends.kv_cache import KVCache
-from backends.torch_threads import calling_thread_only
 from service.engine.batch import (
     EntryOutput,
     PromptLogprob,
@@ -132,8 +131,7 @@ class ModelRunner(Generic[PlanT]):
             last_rows = [packed.row_starts[index + 1] - 1 for index in sampled]
             hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
         logits = model.logits(hidden)
-        with calling_thread_only():
-            chosen = self._sampler.sample(logits, [entries[index] for index in sampled])
+        chosen = self._sampler.sample(logits, [entries[index] for index in sampled])
         return dict(zip(sampled, chosen, strict=True))
 
     def _score_prompts(

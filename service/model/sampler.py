@@ -17,9 +17,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from backends.torch_threads import calling_thread_only
 from service.engine.batch import SampledToken, StepEntry
 from service.messages import SamplingParams
-from service.model.drawing import draw, select
+from service.model.drawing import draw, row_kernels, select
 from service.model.logprobs import LogprobTable, finite_rows
 
 # At and below this temperature the likeliest token is taken: dividing by less says nothing new and loses all precision.
@@ -35,35 +36,40 @@ class Sampler:
         self.num_valid_ids = num_valid_ids
 
     def sample(self, logits: Tensor, entries: Sequence[StepEntry]) -> list[Samples | None]:
-        """Draw one token per seed of each entry from its row of logits [R, vocab] float32, which is overwritten.
+        """Draw one token per seed of each entry from its row of logits [R, vocab], float32 or bfloat16, which may be overwritten.
 
-        Entry r belongs to row r. None stands for a row with logits that are not finite.
+        Entry r belongs to row r. None stands for a row with logits that are not finite. A row that is taken as it is costs one or two
+        looks at it; what asks for more gets a float32 copy.
         """
         logits = logits[:, : self.num_valid_ids]
-        finite = finite_rows(logits)
-        rows = [row for row, is_finite in enumerate(finite) if is_finite]
+        best = likeliest(logits)
+        rows = [row for row, token_id in enumerate(best) if token_id is not None]
         with_logprobs = [row for row in rows if entries[row].sampling.logprobs is not None]
         table = None
         if with_logprobs:
             counts = [entries[row].sampling.logprobs or 0 for row in with_logprobs]
-            table = LogprobTable(select(logits, with_logprobs), counts)
-        for row in rows:
-            if wants_adjusting(entries[row]):
-                adjust(logits[row], entries[row])
+            with calling_thread_only():
+                table = LogprobTable(select(logits, with_logprobs), counts)
+        adjusted = [row for row in rows if wants_adjusting(entries[row])]
+        plain = rows if not adjusted else [row for row in rows if not wants_adjusting(entries[row])]
 
         chosen: list[list[int]] = [[] for _ in entries]
-        greedy = [row for row in rows if is_greedy(entries[row].sampling)]
-        if greedy:
-            for row, token_id in zip(greedy, argmax(logits, greedy), strict=True):
+        for row in plain:
+            token_id = best[row]
+            if token_id is not None and is_greedy(entries[row].sampling):
                 chosen[row] = [token_id] * len(entries[row].seeds)
-        random = [row for row in rows if not is_greedy(entries[row].sampling)]
+        random = [row for row in plain if not is_greedy(entries[row].sampling)]
         if random:
             for row, token_ids in zip(random, draw(logits, random, entries), strict=True):
                 chosen[row] = token_ids
+        if adjusted:
+            wide = select(logits, adjusted).float()
+            for row, token_ids in zip(adjusted, choose_adjusted(wide, [entries[row] for row in adjusted]), strict=True):
+                chosen[row] = token_ids
 
         samples: list[Samples | None] = [
-            tuple(SampledToken(token_id=token_id) for token_id in chosen[row]) if is_finite else None
-            for row, is_finite in enumerate(finite)
+            None if token_id is None else tuple(SampledToken(token_id=chosen_id) for chosen_id in chosen[row])
+            for row, token_id in enumerate(best)
         ]
         if table is not None:
             for index, row in enumerate(with_logprobs):
@@ -81,14 +87,36 @@ def is_greedy(sampling: SamplingParams) -> bool:
     return sampling.is_greedy or sampling.temperature <= GREEDY_TEMPERATURE
 
 
-def argmax(logits: Tensor, rows: Sequence[int]) -> list[int]:
-    """Return the likeliest id of each of `rows`, the lowest of equals."""
-    chosen = select(logits, rows)
-    if chosen.device.type == "cpu":  # NumPy's is vectorised and some six times faster than torch's
-        found: list[int] = chosen.numpy().argmax(axis=1).tolist()
+def likeliest(logits: Tensor) -> list[int | None]:
+    """Return the likeliest id of each row of logits [R, V], the lowest of equals; None for a row that is not finite."""
+    kernels = row_kernels(logits)
+    if kernels is not None:
+        found: list[int | None] = kernels.likeliest(logits)
+        return found
+    finite = finite_rows(logits)
+    return [token_id if is_finite else None for token_id, is_finite in zip(argmax(logits), finite, strict=True)]
+
+
+def argmax(logits: Tensor) -> list[int]:
+    """Return the likeliest id of each row of logits [R, V] without NaN, the lowest of equals."""
+    if logits.device.type == "cpu":  # NumPy's is vectorised and some six times faster than torch's
+        found: list[int] = logits.float().numpy().argmax(axis=1).tolist()
     else:
-        found = chosen.argmax(dim=1).tolist()
+        found = logits.argmax(dim=1).tolist()
     return found
+
+
+@calling_thread_only()
+def choose_adjusted(logits: Tensor, entries: Sequence[StepEntry]) -> list[list[int]]:
+    """Apply what each entry asks for to its row of logits [R, V] float32, in place, and choose."""
+    for row, entry in zip(logits, entries, strict=True):
+        adjust(row, entry)
+    chosen = [[token_id] * len(entry.seeds) for token_id, entry in zip(argmax(logits), entries, strict=True)]
+    random = [row for row, entry in enumerate(entries) if not is_greedy(entry.sampling)]
+    if random:
+        for row, token_ids in zip(random, draw(logits, random, entries), strict=True):
+            chosen[row] = token_ids
+    return chosen
 
 
 def wants_adjusting(entry: StepEntry) -> bool:

@@ -64,7 +64,7 @@ class PagedDecoder:
         with torch.inference_mode():
             plan = self.backend.plan(meta, self.decoder.attention_layers)
             hidden = self.decoder.forward(torch.tensor(token_ids), torch.tensor(positions), plan, self.backend)
-            logits = self.decoder.logits(hidden)
+            logits = self.decoder.logits(hidden).float()
         return {name: logits[starts[i] : starts[i + 1]] for i, name in enumerate(pieces)}
 
     def whole(self, ids: Sequence[int], *, chunk: int | None = None) -> Tensor:

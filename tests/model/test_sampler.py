@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from service.engine.batch import SampledToken, StepEntry
+from service.model import drawing, sampler
 from service.model.drawing import invert
 from service.model.philox import philox, uniforms
 from service.model.sampler import Sampler
@@ -299,3 +301,29 @@ def test_padding_ids_of_a_wide_head_are_never_chosen_nor_counted(temperature: fl
     assert all(token_id < 300 for token_id, _ in tokens[0].top)
     expected = torch.log_softmax(logits[0, :300], dim=0)
     assert tokens[0].logprob == pytest.approx(float(expected[tokens[0].token_id]), abs=1e-6)
+
+
+def test_kernels_and_torch_draw_the_same_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Numba and a GPU follow the same definition; a number that falls between two shares' roundings would need luck."""
+    logits = torch.randn(24, 3000, generator=torch.Generator().manual_seed(2)) * 3
+    logits[5, 7] = torch.nan
+    parameters: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"temperature": 0.3}, {"min_p": 0.1}, {"top_p": 0.8}, {"top_k": 9},
+        {"logit_bias": {3: 5.0}}, {"temperature": 0, "logprobs": 2},
+    ]  # fmt: skip
+    entries = [make_entry(seeds=(row, row + 100), **parameters[row % 8]) for row in range(24)]
+    with_kernels = Sampler(2990).sample(logits.clone(), entries)
+    monkeypatch.setattr(sampler, "row_kernels", lambda _: None)
+    monkeypatch.setattr(drawing, "row_kernels", lambda _: None)
+    assert Sampler(2990).sample(logits.clone(), entries) == with_kernels
+    assert with_kernels[5] is None
+
+
+def test_bfloat16_logits_are_sampled_as_their_float32_copies() -> None:
+    logits = torch.randn(8, 500, generator=torch.Generator().manual_seed(3)).bfloat16()
+    parameters: list[dict[str, Any]] = [
+        {}, {"temperature": 0}, {"top_p": 0.5}, {"presence_penalty": 1.0, "output": (1, 2)},
+        {"logprobs": 3}, {"min_p": 0.2}, {"logit_bias": {1: 2.0}, "temperature": 0}, {"top_k": 2},
+    ]  # fmt: skip
+    entries = [make_entry(**each) for each in parameters]
+    assert Sampler(500).sample(logits.clone(), entries) == Sampler(500).sample(logits.float(), entries)
