@@ -18,8 +18,9 @@ from backends.kv_cache import KVCache, KVCacheSpec
 from service.config import SchedulerConfig
 from service.engine.batch import SequenceId, StepBatch, StepEntry
 from service.messages import SamplingParams
+from service.model.graphs import StepModel
 from service.model.pool_size import DeviceShare
-from service.model.runner import ModelRunner, StepModel
+from service.model.runner import ModelRunner
 
 FreeBytes = Callable[[], int]  # free memory of the device, now
 
