@@ -236,9 +236,9 @@ def _emit_products(
         for branch, height in ((tall, 2), (flat, 1)):
             with branch, b.if_else(is_wide) as (wide, narrow):
                 with wide:
-                    _emit_product(b, product, height, 2, *operands, meanwhile)
+                    _emit_product(b, product, height, 2, operands, meanwhile)
                 with narrow:
-                    _emit_product(b, product, height, 1, *operands, meanwhile)
+                    _emit_product(b, product, height, 1, operands, meanwhile)
 
 
 def _emit_product(
@@ -246,17 +246,11 @@ def _emit_product(
     product: str,
     height: int,
     width: int,
-    a: Value,
-    a_stride: Value,
-    base: Value,
-    b_stride: Value,
-    c: Value,
-    c_stride: Value,
-    steps: Value,
-    adds: Value,
+    operands: Sequence[Value],
     meanwhile: Callable[[Value], None],
 ) -> None:
     """Multiply `height` tiles of rows by `width` tiles of outputs; `meanwhile` may emit other work for a step."""
+    a, a_stride, base, b_stride, c, c_stride, steps, adds = operands
     lower_a = b.mul(a_stride, ir.Constant(I64, TILE_ROWS))
     lower_c = b.add(c, b.mul(c_stride, ir.Constant(I64, TILE_ROWS)))
     sums = [(2 * i + j, emit_at(b, lower_c if i else c, 64 * j)) for i in range(height) for j in range(width)]
