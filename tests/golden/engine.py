@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -51,7 +52,9 @@ class GoldenEngine:
         max_num_seqs: int = 64,
         quantised: torch.dtype | None = None,
         device: DeviceInfo = CPU,
+        **scheduler: Any,
     ) -> None:
+        """`scheduler`: further options of its section."""
         spec = model.decoder.kv_cache_spec(BLOCK_SIZE, quantised=quantised)
         self.runner: ModelRunner = ModelRunner(
             model.decoder,
@@ -63,7 +66,7 @@ class GoldenEngine:
         )
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(
-            SchedulerConfig(max_num_seqs=max_num_seqs, token_budget=token_budget),
+            SchedulerConfig(max_num_seqs=max_num_seqs, token_budget=token_budget, **scheduler),
             pool,
             PrefixCache(pool) if has_prefix_cache else None,
             max_model_len=model.max_model_len,
