@@ -12,14 +12,17 @@ import struct
 import torch
 from torch import Tensor
 
+from backends.numba_kernels.activations import GELU_TANH, NONE, SILU
 from backends.numba_kernels.linear import PANEL, STEP_WORDS, linear_kernel
 from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kernel
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.packing import pack_kernel
-from backends.numba_kernels.rows import GELU_TANH, SILU, gate_kernel, norm_kernel, rotary_kernel, scale_kernel
+from backends.numba_kernels.rows import gate_kernel, norm_kernel, rotary_kernel, scale_kernel
 from backends.numba_quantised import QuantisedLinear, can_pack
 from backends.ops import Activation, Linear, TorchOps, Weight
 from backends.quantised_weights import QuantisedWeight
+
+GATES: dict[Activation, int] = {"silu": SILU, "gelu_tanh": GELU_TANH}  # those with kernels
 
 
 class PackedLinear:
@@ -43,9 +46,7 @@ class PackedLinear:
         """
         N, K = weight.shape
         self.num_outputs, self.num_inputs = N, K
-        self._packed = torch.empty(N * K, dtype=torch.bfloat16)
-        weight = weight.contiguous()
-        pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, self._packed.data_ptr(), N, K // 2)
+        self._packed = _pack(weight)
         self._bias = None if bias is None else bias.float().contiguous()
         self._address = self._packed.data_ptr()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
@@ -83,9 +84,59 @@ class PackedLinear:
         threads = torch.get_num_threads()
         self._launch(
             threads, x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
-            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, threads,
+            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, threads, NONE,
         )  # fmt: skip
         return y
+
+
+class PackedGatedLinear:
+    """Gate and up weights [2 I, K] in panels of 16 of each, the only copy that is kept; callable as x [T, K] → activation(gate) * up [T, I].
+
+    For matrix tiles: the activation is computed beside the products. The numbers are those of a product and an activation one after the
+    other, to the bit.
+    """
+
+    __slots__ = ("_bias", "_bias_address", "_kind", "_launch", "_packed", "num_inputs", "num_outputs")
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:
+        """Pack; raises nothing, see `takes`."""
+        N, K = weight.shape
+        self.num_outputs, self.num_inputs = N // 2, K
+        self._packed = _pack(weight, N // 2)
+        self._bias = None if bias is None else bias.float().view(2, -1, PANEL // 2).transpose(0, 1).contiguous()
+        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
+        self._kind = GATES[activation]
+        self._launch = linear_kernel(True).launch
+
+    @staticmethod
+    def takes(weight: Tensor, activation: Activation) -> bool:
+        """Say whether `weight` can be packed here and multiplied on this processor."""
+        N, K = weight.shape
+        fits = weight.dtype == torch.bfloat16 and N % PANEL == 0 and K % (2 * STEP_WORDS) == 0
+        return fits and activation in GATES and has_matrix_tiles()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, activate, multiply."""
+        T = x.shape[0]
+        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
+            x = x.to(torch.bfloat16).contiguous()
+        width = self.num_outputs
+        y = torch.empty((T, width), dtype=torch.bfloat16)
+        threads = torch.get_num_threads()
+        self._launch(
+            threads, x.data_ptr(), x.stride(0) * 2, self._packed.data_ptr(), self._bias_address,
+            y.data_ptr(), width * 2, T, 2 * width, self.num_inputs // 2, threads, self._kind,
+        )  # fmt: skip
+        return y
+
+
+def _pack(weight: Tensor, distance: int = 0) -> Tensor:
+    """Rearrange weight [N, K] into panels, see `numba_kernels.packing`."""
+    N, K = weight.shape
+    packed = torch.empty(N * K, dtype=torch.bfloat16)
+    weight = weight.contiguous()
+    pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, packed.data_ptr(), N, K // 2, distance)
+    return packed
 
 
 class NumbaOps(TorchOps):
@@ -114,6 +165,12 @@ class NumbaOps(TorchOps):
         if weight.dtype != torch.bfloat16 or N % 16 or K % 2:
             return super().pack_linear(weight, bias)
         return PackedLinear(weight, bias)
+
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Activate beside the product where there are matrix tiles."""
+        if not isinstance(weight, QuantisedWeight) and PackedGatedLinear.takes(weight, activation):
+            return PackedGatedLinear(weight, bias, activation)
+        return super().pack_gated_linear(weight, bias, activation)
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """Copy row by row."""
@@ -201,11 +258,11 @@ class NumbaOps(TorchOps):
         """Activate and multiply in one pass; the exact GELU is torch's."""
         T, width = gate_up.shape
         half = width // 2
-        if activation == "gelu" or half % 16 or gate_up.dtype != self._dtype or gate_up.stride(1) != 1:
+        if activation not in GATES or half % 16 or gate_up.dtype != self._dtype or gate_up.stride(1) != 1:
             return super().act_mul(gate_up, activation)
         y = torch.empty((T, half), dtype=self._dtype)
         size = self._size
-        kind = SILU if activation == "silu" else GELU_TANH
+        kind = GATES[activation]
         self._gate.start(
             T * width, gate_up.data_ptr(), gate_up.stride(0) * size, half * size, y.data_ptr(), half * size, T, half, kind
         )  # fmt: skip

@@ -35,6 +35,10 @@ class Ops(Protocol):
         """
         ...
 
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Prepare activation(gate) * up of x @ weight.T + bias for weight [2 I, K], the gate in the first half; → [T, I]."""
+        ...
+
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """Return rows `ids` [T] int64 of table [V, N] in new memory, [T, N]."""
         ...
@@ -74,6 +78,11 @@ class TorchOps:
         if isinstance(weight, QuantisedWeight):
             return DequantisedLinear(weight, bias)
         return lambda x: functional.linear(x, weight, bias)
+
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        """Do one after the other."""
+        linear = self.pack_linear(weight, bias)
+        return lambda x: self.act_mul(linear(x), activation)
 
     def rows(self, table: Tensor, ids: Tensor) -> Tensor:
         """Look up."""

@@ -5,7 +5,8 @@ of one 32-bit word per output, two neighbouring values of k in a word. So a laun
 vectors nor matrix tiles need transposes or sums over lanes. Invariant: an output depends on its own row of x alone, bit for bit.
 
 Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, number of threads. There are two
-bodies of them: one for matrix tiles, K a multiple of 32, and one for vectors.
+bodies of them: one for matrix tiles, K a multiple of 32, and one for vectors. The first has one more argument, an activation: with one
+(not NONE), the first 16 outputs of a panel gate the others, and y is [T, N / 2] of their products, N a multiple of 32.
 
 With few rows, an item is a panel, which is read from memory once and in order. With many, it is a block that stays in the second-level
 cache, and memory would idle while later rows meet a panel that is there already. So the thread's next panels are fetched meanwhile; with
@@ -20,6 +21,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
+from backends.numba_kernels.activations import NONE
 from backends.numba_kernels.compiling import source_key
 from backends.numba_kernels.matrix_tiles import (
     CONFIGURATION_BYTES,
@@ -30,6 +32,7 @@ from backends.numba_kernels.matrix_tiles import (
     release_tiles,
 )
 from backends.numba_kernels.threads import Kernel
+from backends.numba_kernels.tile_results import write_gated_rows, write_rows
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
     keep,
@@ -38,7 +41,6 @@ from backends.numba_kernels.vectors import (
     take_next,
     write_float,
     write_row,
-    write_rows,
 )
 
 PANEL = 32  # outputs of a panel
@@ -65,7 +67,7 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
     packed, bias = read_int64(arguments + 24), read_int64(arguments + 32)
     y, y_stride = read_int64(arguments + 40), read_int64(arguments + 48)
     T, N, words = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
-    num_threads = read_int64(arguments + 80)
+    num_threads, activation = read_int64(arguments + 80), read_int64(arguments + 88)
     num_panels = (N + PANEL - 1) // PANEL
     num_groups = (T + MAX_TILE_ROWS - 1) // MAX_TILE_ROWS
     steps = words // STEP_WORDS
@@ -81,6 +83,7 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
         panel_blocks = min(num_panels, (panel_blocks + num_threads - 1) // num_threads * num_threads)
         if panel_blocks == num_panels and panel_blocks * row_blocks < 2 * num_threads:
             row_blocks = max(row_blocks, min(num_groups, (2 * num_threads + num_panels - 1) // num_panels))
+    y_width = 2 if activation == NONE else 1  # bytes of y for an output
     num_items = panel_blocks * row_blocks
     fetches = num_items >= 2 * num_threads
 
@@ -151,17 +154,21 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
                         where,
                         y_stride,
                         shift,
+                        activation,
                     )
                     pending_rows = 0
                     if block == step_blocks - 1:
-                        pending, where = target, y + row * y_stride + column * 2
+                        pending, where = target, y + row * y_stride + column * y_width
                         shift = bias + column * 4 if bias else no_bias
                         if width == PANEL:
                             pending_rows = count
                         else:
                             write_rows(count, 1, pending, PANEL * 4, where, y_stride, shift)
         item = upcoming if fetches else take_next(arguments)
-    write_rows(pending_rows, 2, pending, PANEL * 4, where, y_stride, shift)
+    if activation == NONE:
+        write_rows(pending_rows, 2, pending, PANEL * 4, where, y_stride, shift)
+    else:
+        write_gated_rows(activation, pending_rows, pending, PANEL * 4, where, y_stride, shift)
     release_tiles()
     keep(area)
 
@@ -232,4 +239,4 @@ def linear_kernel(has_tiles: bool) -> Kernel:
         if key:
             _linear_vectors(arguments, np.uint16(0))
 
-    return Kernel(linear_tiles_bf16 if has_tiles else linear_vectors_bf16, 10)
+    return Kernel(linear_tiles_bf16 if has_tiles else linear_vectors_bf16, 11)

@@ -37,6 +37,8 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from backends.numba_kernels.activations import NONE
+from backends.numba_kernels.tile_results import emit_write_gated_rows, emit_write_rows
 from backends.numba_kernels.vectors import (
     FEATURES,
     I64,
@@ -46,7 +48,6 @@ from backends.numba_kernels.vectors import (
     emit_at,
     emit_prefetch,
     emit_store,
-    emit_write_rows,
     get_function,
     intrinsic,
     is_bfloat16,
@@ -191,16 +192,19 @@ def multiply_tiles_and_write(
     target: Any,
     target_stride: Any,
     bias: Any,
+    activation: Any,
 ) -> Any:
     """Do what `multiply_tiles` does and meanwhile finish an earlier product, with units of the processor that would be idle.
 
     target[r, :] = pending[r, :] + bias for `pending_rows` rows (0 … MAX_TILE_ROWS) of 32 float32, rounded to bfloat16. Rows of `pending` lie
-    next to each other, those of target target_stride bytes apart.
+    next to each other, those of target target_stride bytes apart. With an `activation` (not NONE), the first 16 of these gate the others
+    and a row of target is their 16 products, see `write_gated_rows`.
     """
-    signature = types.void(tag, *[types.int64] * 9, types.boolean, *[types.int64] * 7)
+    signature = types.void(tag, *[types.int64] * 9, types.boolean, *[types.int64] * 8)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, rows, columns, *operands, following, lines, pending_rows, pending, target, target_stride, bias = arguments
+        (_, rows, columns, *operands), (following, lines, pending_rows, *result) = arguments[:11], arguments[11:]
+        pending, target, target_stride, bias, activation = result
         steps = operands[6]
         share = b.sdiv(b.add(pending_rows, b.sub(steps, ir.Constant(I64, 1))), steps)
 
@@ -209,7 +213,12 @@ def multiply_tiles_and_write(
             first = b.mul(step, share)
             last = b.add(first, share)
             last = b.select(b.icmp_signed("<", last, pending_rows), last, pending_rows)
-            emit_write_rows(b, 2, first, last, pending, ir.Constant(I64, 2 * STEP_BYTES), target, target_stride, bias)
+            stride = ir.Constant(I64, 2 * STEP_BYTES)
+            with b.if_else(b.icmp_signed("==", activation, ir.Constant(I64, NONE))) as (plain, gated):
+                with plain:
+                    emit_write_rows(b, 2, first, last, pending, stride, target, target_stride, bias)
+                with gated:
+                    emit_write_gated_rows(b, activation, first, last, pending, stride, target, target_stride, bias)
 
         _emit_products(b, _product(tag), rows, columns, operands, meanwhile)
         return context.get_dummy_value()

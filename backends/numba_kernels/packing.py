@@ -1,6 +1,7 @@
 """Rearranges a bfloat16 weight into the panels that `linear` multiplies by: two passes over memory instead of a strided copy's many.
 
-A panel's layout stands in `linear`. Arguments: counter, weight, weight row stride, packed, N, K/2. One item is a panel.
+A panel's layout stands in `linear`. Arguments: counter, weight, weight row stride, packed, N, K/2, distance. One item is a panel. With a
+distance that is not 0, panel p takes rows 16 p … 16 p + 15 and those `distance` rows further: a gate and what it gates.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from backends.numba_kernels.vectors import LANES, copy_bytes, read_int64, take_n
 @njit(nogil=True, error_model="numpy")
 def _pack(arguments: int) -> None:
     weight, stride, packed = read_int64(arguments + 8), read_int64(arguments + 16), read_int64(arguments + 24)
-    N, words = read_int64(arguments + 32), read_int64(arguments + 40)
+    N, words, distance = read_int64(arguments + 32), read_int64(arguments + 40), read_int64(arguments + 48)
     num_panels = (N + PANEL - 1) // PANEL
     sources = np.empty(LANES, np.int64)
     while True:
@@ -30,8 +31,11 @@ def _pack(arguments: int) -> None:
         width = min(PANEL, N - column)
         target = packed + column * words * 4
         for first in range(0, width, LANES):
+            row = column + first
+            if distance:
+                row = panel * LANES + (distance if first else 0)
             for lane in range(LANES):
-                sources[lane] = weight + (column + first + lane) * stride
+                sources[lane] = weight + (row + lane) * stride
             word = 0
             for size in (LANES, LANES // 2):
                 while word + size <= words:
@@ -52,4 +56,4 @@ def pack_kernel() -> Kernel:
         if key:
             _pack(arguments)
 
-    return Kernel(pack_bf16, 5)
+    return Kernel(pack_bf16, 6)

@@ -12,6 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numba import njit, types
 
+from backends.numba_kernels.activations import emit_gated
 from backends.numba_kernels.compiling import source_key
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
@@ -24,7 +25,6 @@ from backends.numba_kernels.vectors import (
     Value,
     cgutils,
     constant,
-    emit_exp,
     emit_fma,
     emit_load,
     emit_reduce,
@@ -39,7 +39,6 @@ from backends.numba_kernels.vectors import (
 )
 
 ROWS_PER_ITEM = 8
-SILU, GELU_TANH = 0, 1
 
 
 def read_vector(b: Builder, is_bf16: bool, row: Value, index: Value) -> Value:
@@ -131,21 +130,14 @@ def _rotate(typing_context: Any, tag: Any, row: Any, cos: Any, sin: Any, half: A
 
 @intrinsic
 def _activate(typing_context: Any, tag: Any, gate: Any, up: Any, target: Any, count: Any, kind: Any) -> Any:
-    """target = activation(gate) * up. Both activations are gate * sigmoid(s): s = gate, or 2 * sqrt(2 / pi) * (gate + 0.044715 gate³)."""
+    """target = activation(gate) * up."""
     is_bf16 = is_bfloat16(tag)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, gate, up, target, count, kind = arguments
-        is_gelu = b.icmp_signed("==", kind, ir.Constant(I64, GELU_TANH))
         with vectors_of(b, count) as (i, _):
-            x = read_vector(b, is_bf16, gate, i)
-            cubic = b.fmul(emit_fma(b, b.fmul(x, x), constant(0.044715), constant(1.0)), constant(1.5957691216057308))
-            s = b.fmul(x, b.select(is_gelu, cubic, constant(1.0)))
-            # Held at 80, the sigmoid is still under 2e-35 and its exponential does not overflow.
-            negative = b.fneg(s)
-            negative = b.select(b.fcmp_ordered(">", negative, constant(80.0)), constant(80.0), negative)
-            active = b.fdiv(x, b.fadd(constant(1.0), emit_exp(b, negative)))
-            _write(b, is_bf16, target, i, b.fmul(active, read_vector(b, is_bf16, up, i)))
+            x, factor = read_vector(b, is_bf16, gate, i), read_vector(b, is_bf16, up, i)
+            _write(b, is_bf16, target, i, emit_gated(b, x, factor, kind))
         return context.get_dummy_value()
 
     return types.void(tag, *[types.int64] * 5), generate

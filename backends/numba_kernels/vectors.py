@@ -477,56 +477,6 @@ def write_row(typing_context: Any, tag: Any, source: Any, target: Any, count: An
 
 
 @intrinsic
-def write_rows(
-    typing_context: Any,
-    rows: Any,
-    columns: Any,
-    source: Any,
-    source_stride: Any,
-    target: Any,
-    target_stride: Any,
-    bias: Any,
-) -> Any:
-    """target[r, :] = source[r, :] + bias for `rows` rows of `columns` (1 or 2) vectors of float32, rounded to bfloat16.
-
-    Strides are in bytes; `bias` is the address of as many float32 values, minus zeros for none.
-    """
-    signature = types.void(*[types.int64] * 7)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        rows, columns, *rest = arguments
-        zero = ir.Constant(I64, 0)
-        with b.if_else(b.icmp_signed(">", columns, ir.Constant(I64, 1))) as (wide, narrow):
-            with wide:
-                emit_write_rows(b, 2, zero, rows, *rest)
-            with narrow:
-                emit_write_rows(b, 1, zero, rows, *rest)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-def emit_write_rows(
-    b: Builder,
-    columns: int,
-    first: Value,
-    last: Value,
-    source: Value,
-    source_stride: Value,
-    target: Value,
-    target_stride: Value,
-    bias: Value,
-) -> None:
-    """Do what `write_rows` does, for rows first … last - 1."""
-    with cgutils.for_range_slice(b, first, last, ir.Constant(I64, 1), intp=I64) as (row, _):
-        at, to = b.add(source, b.mul(row, source_stride)), b.add(target, b.mul(row, target_stride))
-        for n in range(columns):
-            shift = emit_load(b, emit_at(b, bias, 64 * n), VF)
-            total = b.fadd(emit_load(b, emit_at(b, at, 64 * n), VF), shift)
-            emit_store(b, emit_round_bf16(b, total), emit_at(b, to, 32 * n))
-
-
-@intrinsic
 def take_next(typing_context: Any, counter: Any) -> Any:
     """Return the int64 at address `counter` and add one to it, atomically: how threads share out the items of a launch."""
 

@@ -56,7 +56,7 @@ class Decoder:
         kinds = tuple(dict.fromkeys(config.ropes))
         self._ropes: tuple[RopeTable, ...] = tuple(make_rope_table(rope, max_model_len, self.device) for rope in kinds)
         self._layers = tuple(
-            DecoderLayer(layer, kinds.index(rope), ops)
+            DecoderLayer(layer, kinds.index(rope), config.activation, ops)
             for layer, rope in zip(weights.layers, config.ropes, strict=True)
         )
         # The norm that follows a layer's last addition: the next layer's first, or the final one.
@@ -125,7 +125,7 @@ class Decoder:
         `plan` is `backend.plan(meta, self.attention_layers)` for these tokens. Positions are below `max_model_len`.
         """
         config, ops = self.config, self._ops
-        eps, activation, head_size, split = config.rms_norm_eps, config.activation, config.head_size, self._split
+        eps, head_size, split = config.rms_norm_eps, config.head_size, self._split
         rms_norm, add_rms_norm = ops.rms_norm, ops.add_rms_norm
         num_tokens = token_ids.shape[0]
         rotations = [(ops.rows(rope.cos, positions), ops.rows(rope.sin, positions)) for rope in self._ropes]
@@ -152,7 +152,7 @@ class Decoder:
             if layer.post_attention_norm is not None:
                 block = rms_norm(block, layer.post_attention_norm, eps)
             normed = add_rms_norm(block, residual, layer.mlp_norm, eps)
-            block = layer.down(ops.act_mul(layer.gate_up(normed), activation))
+            block = layer.down(layer.gated(normed))
             if layer.post_mlp_norm is not None:
                 block = rms_norm(block, layer.post_mlp_norm, eps)
             normed = add_rms_norm(block, residual, next_norm, eps)

@@ -5,7 +5,7 @@ Invariant: the order of operations and of roundings is the one of the family's r
 
 from __future__ import annotations
 
-from backends.ops import Linear, Ops
+from backends.ops import Activation, Linear, Ops
 from service.model.weights import LayerWeights
 
 
@@ -15,7 +15,7 @@ class DecoderLayer:
     __slots__ = (
         "attention_norm",
         "down",
-        "gate_up",
+        "gated",
         "k_norm",
         "mlp_norm",
         "o",
@@ -26,7 +26,7 @@ class DecoderLayer:
         "rope_index",
     )
 
-    def __init__(self, weights: LayerWeights, rope_index: int, ops: Ops) -> None:
+    def __init__(self, weights: LayerWeights, rope_index: int, activation: Activation, ops: Ops) -> None:
         self.rope_index = rope_index  # which of the decoder's rope tables turns q and k
         self.attention_norm = weights.attention_norm
         self.qkv: Linear = ops.pack_linear(weights.qkv, weights.qkv_bias)
@@ -35,6 +35,6 @@ class DecoderLayer:
         self.o: Linear = ops.pack_linear(weights.o, weights.o_bias)
         self.post_attention_norm = weights.post_attention_norm
         self.mlp_norm = weights.mlp_norm
-        self.gate_up: Linear = ops.pack_linear(weights.gate_up, weights.gate_up_bias)
+        self.gated: Linear = ops.pack_gated_linear(weights.gate_up, weights.gate_up_bias, activation)
         self.down: Linear = ops.pack_linear(weights.down, weights.down_bias)
         self.post_mlp_norm = weights.post_mlp_norm

@@ -258,7 +258,7 @@ def test_the_interpreter_ends_cleanly_while_workers_spin_and_launches_run() -> N
     from backends.numba_kernels.linear import linear_kernel
     def launch():
         while True:
-            linear_kernel(False).launch(2, 0, 0, 0, 0, 0, 0, 0, 32, 1, 2)  # no rows
+            linear_kernel(False).launch(2, 0, 0, 0, 0, 0, 0, 0, 32, 1, 2, 0)  # no rows
     threading.Thread(target=launch, daemon=True).start()
     check(50)
     print("right")
