@@ -1,6 +1,6 @@
 # One verb per line; every verb makes the environment it needs.
 .DEFAULT_GOAL := help
-.PHONY: help serve chat check test test-allocator-long check-kernels check-sanitizers lint format bench clean ci
+.PHONY: help serve chat check test test-allocator-long check-kernels check-sanitizers lint format bench compare clean ci
 VENV   ?= .venv
 PYTHON ?= python3
 BIN    := $(VENV)/bin
@@ -53,6 +53,9 @@ format: $(VENV)/.dev ## rewrite the code in the project's format
 
 bench: $(VENV)/.dev ## measure this machine (see ops/bench/README.md)
 	$(BIN)/python ops/bench/serve.py $(ARGS)
+
+compare: $(VENV)/.dev ## measure this machine beside other servers, 45 minutes (see ops/bench/README.md)
+	$(BIN)/python ops/bench/compare.py --preset reported --json build/compare.json $(ARGS)
 
 ci: $(VENV)/.kernels lint test check-kernels ## what CI runs
 
