@@ -8,15 +8,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from backends.numba_kernels.groups import KINDS
-from backends.numba_kernels.linear_quantised import quantised_linear_kernel, row_kernel
+from backends.numba_kernels.group_kinds import KINDS
+from backends.numba_kernels.linear_quantised import quantised_linear_kernel
+from backends.numba_kernels.lookup_quantised import row_kernel
 from backends.numba_kernels.vectors import LANES
 from backends.quantised_weights import QuantisedWeight
 from backends.torch_threads import calling_thread_only
 
 
 class QuantisedLinear:
-    """A quantised weight in strips (see `numba_kernels.groups`); callable as x [T, K] → [T, N], both bfloat16."""
+    """A quantised weight in strips (see `numba_kernels.group_kinds`); callable as x [T, K] → [T, N], both bfloat16."""
 
     __slots__ = (
         "_address",

@@ -5,31 +5,21 @@
 The inner sums are of integers and therefore exact in any order and on any instructions; the outer one runs over the groups in turn. So a
 row's result is the same, bit for bit, whatever computes it and whatever rows stand beside it.
 
-A *strip* is 16 outputs with all their groups, one behind the other, as `linear_quantised` reads it. In a group a 32-bit word holds, for
-one output, 4 neighbouring codes (a byte each) or 4 + 4 codes (a byte's low half: k + 0 … 3, its high half: 16 further on, as in GGUF):
-
-    q4_0   4 rows of 16 words, then 16 d                     288 bytes    k: 32
-    q4_1   4 rows of 16 words, 16 d, 16 m                    320
-    q8_0   8 rows of 16 words, 16 d                          544
-    int8   16 rows of 16 words (and a float32 d once, behind the last group)   1024    k: 64
-
-A row of x becomes its codes (int8, the largest magnitude of a group is 127) and, for each group, 8 bytes of *side*: the scale and what
-the kind needs of the sum of the codes. A `kind` argument selects the format at compile time, by the types in KINDS.
+Strips are those of `group_kinds`. A row of x becomes its codes (int8, the largest magnitude of a group is 127) and, for each group,
+8 bytes of *side*: the scale and what the kind needs of the sum of the codes.
 Invariant: a NaN or an infinity in a group of x gives a scale that is one, and shows in the result.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import llvmlite.binding as llvm
-import numpy as np
 from llvmlite import ir
 from numba import types
 
+from backends.numba_kernels.group_kinds import SIDE_BYTES, Kind, kind_of
+from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.vectors import (
     F32,
     FEATURES,
@@ -58,8 +48,9 @@ from backends.numba_kernels.vectors import (
 _TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # LLVM changed the instruction's types
 HAS_BYTE_DOT = "avx512vnni" in FEATURES and HAS_WIDE
 HAS_HALF = bool({"f16c", "avx512f", "neon"} & FEATURES)
-MAX_STRIP_ROWS = 8 if HAS_WIDE else 2  # two sums of 16 for each row stay in registers
-SIDE_BYTES = 8
+HAS_TILES = has_matrix_tiles()
+# Two sums of 16 for each row stay in registers; more than a few rows are for matrix tiles where there are any.
+MAX_STRIP_ROWS = 2 if not HAS_WIDE else 4 if HAS_TILES else 8
 _MAGIC = 1.5 * 2**23  # adding it leaves the nearest integer, ties to even, in the low bits of a float32
 _MAGIC_BITS = 0x4B40_0000
 _SMALLEST = 1e-30  # below it a group of x counts as zero: its reciprocal would overflow
@@ -67,77 +58,16 @@ _BYTES = ir.VectorType(ir.IntType(8), LANES)
 _DOT_BYTES = ir.VectorType(ir.IntType(8), 4 * LANES)
 
 
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """What sets a format apart. `offset` is subtracted from every code; `tag` stands for the format in Numba's types."""
-
-    group: int  # codes of an output in a group
-    bits: int
-    has_scales: bool  # d in every group, not once
-    has_minima: bool
-    offset: int
-    tag: Any
-
-    @property
-    def code_bytes(self) -> int:
-        """Bytes of a group's codes in a strip."""
-        return self.group * self.bits // 8 * LANES
-
-    @property
-    def group_bytes(self) -> int:
-        """Bytes of a group in a strip."""
-        return self.code_bytes + 2 * LANES * (self.has_scales + self.has_minima)
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes behind the last group of a strip."""
-        return 0 if self.has_scales else 4 * LANES
-
-
-KINDS: Mapping[str, Kind] = MappingProxyType(
-    {
-        "q4_0": Kind(32, 4, True, False, 8, np.int16(0)),
-        "q4_1": Kind(32, 4, True, True, 0, np.uint16(0)),
-        "q8_0": Kind(32, 8, True, False, 0, np.uint8(0)),
-        "int8": Kind(64, 8, False, False, 0, np.int8(0)),
-    }
-)
-
-
-def _kind_of(tag: Any) -> Kind:
-    return next(kind for kind in KINDS.values() if str(tag) == kind.tag.dtype.name)
-
-
 def _integers(value: int) -> Value:
     return ir.Constant(VI, [value] * LANES)
-
-
-def _fact(read: Callable[[Kind], int]) -> Any:
-    """Make an intrinsic that returns a number of a kind, as a constant."""
-
-    @intrinsic
-    def fact(typing_context: Any, kind: Any) -> Any:
-        number = read(_kind_of(kind))
-
-        def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-            return ir.Constant(I64, number)
-
-        return types.int64(kind), generate
-
-    return fact
-
-
-group_bytes = _fact(lambda kind: kind.group_bytes)
-group_size = _fact(lambda kind: kind.group)
-tail_bytes = _fact(lambda kind: kind.tail_bytes)
 
 
 @intrinsic
 def quantise_groups(typing_context: Any, kind: Any, source: Any, codes: Any, sides: Any, groups: Any) -> Any:
     """Turn `groups` groups of bfloat16 numbers at `source` into codes and sides."""
-    facts = _kind_of(kind)
+    facts = kind_of(kind)
     vectors = facts.group // LANES
-    # Eight-bit codes are multiplied as code + 128 (see `_emit_codes`), and the excess is taken off here.
+    # Eight-bit codes are multiplied as code + 128 (see `emit_codes`), and the excess is taken off here.
     offset = 128 if facts.bits == 8 and HAS_BYTE_DOT else facts.offset
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
@@ -191,7 +121,7 @@ def _emit_dot(b: Builder, total: Value, codes: Value, x: Value) -> Value:
     return total
 
 
-def _emit_codes(b: Builder, facts: Kind, word: Value) -> list[Value]:
+def emit_codes(b: Builder, facts: Kind, word: Value) -> list[Value]:
     """Spread the codes of a row of words to bytes that `_emit_dot` takes."""
     if facts.bits == 4:
         low = _integers(0x0F0F_0F0F)
@@ -232,7 +162,7 @@ def multiply_strip(
 
     `bias`: the address of 16 float32, zeros for none.
     """
-    facts = _kind_of(kind)
+    facts = kind_of(kind)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, rows, *operands = arguments
@@ -294,7 +224,7 @@ def _emit_strip(
     ]
     for line in range(facts.code_bytes // 64):
         word = emit_load(b, emit_at(b, here, 64 * line), VI)
-        for part, spread in enumerate(_emit_codes(b, facts, word)):
+        for part, spread in enumerate(emit_codes(b, facts, word)):
             for r in range(rows):
                 x = emit_splat(b, emit_load(b, emit_at(b, x_at[r], 4 * line + 16 * part), I32), VI)
                 sums[r] = _emit_dot(b, sums[r], spread, x)
@@ -305,7 +235,7 @@ def _emit_strip(
 
     b.branch(head)
     b.position_at_end(done)
-    emit_strip_end(b, facts, here, totals, bias, at_rows(y, y_stride))
+    emit_strip_end(b, facts, here, totals, bias, y, y_stride)
 
 
 def emit_group_end(
@@ -324,50 +254,17 @@ def emit_group_end(
     return added
 
 
-def emit_strip_end(b: Builder, facts: Kind, end: Value, totals: list[Value], bias: Value, y: list[Value]) -> None:
-    """Scale by output where the kind does, add the bias, round and store."""
+def emit_strip_end(
+    b: Builder, facts: Kind, end: Value, totals: list[Value], bias: Value, y: Value, y_stride: Value, rows: Value = None
+) -> None:
+    """Scale by output where the kind does, add the bias, round and store; only the first `rows` where that is given."""
     shift = emit_load(b, bias, VF)
     scale = None if facts.has_scales else emit_load(b, end, VF)
-    for total, address in zip(totals, y, strict=True):
-        result = b.fadd(total, shift) if scale is None else emit_fma(b, total, scale, shift)
-        emit_store(b, emit_round_bf16(b, result), address)
-
-
-@intrinsic
-def read_scales(typing_context: Any, kind: Any, group: Any, tail: Any, lane: Any) -> Any:
-    """Return d and m of one output: from the group's memory, or d from the end of the strip."""
-    facts = _kind_of(kind)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, group, tail, lane = arguments
-        if facts.has_scales:
-            d = b.extract_element(emit_halves(b, emit_at(b, group, facts.code_bytes)), lane)
+    for r, total in enumerate(totals):
+        result = emit_round_bf16(b, b.fadd(total, shift) if scale is None else emit_fma(b, total, scale, shift))
+        if rows is None:
+            emit_store(b, result, y)
         else:
-            d = emit_load(b, b.add(tail, b.shl(lane, ir.Constant(I64, 2))), F32)
-        m = ir.Constant(F32, 0.0)
-        if facts.has_minima:
-            m = b.extract_element(emit_halves(b, emit_at(b, group, facts.code_bytes + 2 * LANES)), lane)
-        return cgutils.pack_array(b, [d, m])
-
-    pair: Any = types.UniTuple
-    return pair(types.float32, 2)(kind, *[types.int64] * 3), generate
-
-
-@intrinsic
-def read_code(typing_context: Any, kind: Any, group: Any, lane: Any, element: Any) -> Any:
-    """Return code `element` of one output in a group, its offset taken off."""
-    facts = _kind_of(kind)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, group, lane, element = arguments
-        i8, four = ir.IntType(8), ir.Constant(I64, 4)
-        place = b.urem(element, ir.Constant(I64, 16)) if facts.bits == 4 else element
-        line = b.mul(b.udiv(place, four), ir.Constant(I64, 4 * LANES))
-        byte = emit_load(b, b.add(b.add(group, line), b.add(b.mul(lane, four), b.urem(place, four))), i8)
-        if facts.bits == 8:
-            return b.sext(byte, I32)
-        is_high = b.icmp_unsigned(">=", element, ir.Constant(I64, 16))
-        half = b.and_(b.select(is_high, b.lshr(byte, ir.Constant(i8, 4)), byte), ir.Constant(i8, 15))
-        return b.sub(b.zext(half, I32), ir.Constant(I32, facts.offset))
-
-    return types.int32(kind, *[types.int64] * 3), generate
+            with b.if_then(b.icmp_signed("<", ir.Constant(I64, r), rows), likely=True):
+                emit_store(b, result, y)
+        y = b.add(y, y_stride)

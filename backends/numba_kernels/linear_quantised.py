@@ -1,4 +1,4 @@
-"""x @ weight.T for weights of integers in strips (see `groups`), and the packing of strips. x is bfloat16 and is quantised here, by groups.
+"""x @ weight.T for weights of integers in strips (see `groups`). x is bfloat16 and is quantised here, by groups.
 
 Arguments: counter, x, x row stride, packed, bias (float32, 16 for each strip; zero for none), y, y row stride, T, strips, groups.
 One item: a few strips for up to ROWS_AT_ONCE rows of x; a thread quantises these rows for itself when it first takes an item of theirs,
@@ -14,21 +14,17 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
-from backends.numba_kernels.groups import (
-    KINDS,
-    MAX_STRIP_ROWS,
-    SIDE_BYTES,
-    group_bytes,
-    group_size,
-    multiply_strip,
-    quantise_groups,
-    read_code,
-    read_scales,
-    tail_bytes,
+from backends.numba_kernels.group_kinds import KINDS, SIDE_BYTES, group_bytes, group_size, spreads, tail_bytes
+from backends.numba_kernels.group_tiles import (
+    SUMS_BYTES,
+    configure_group_tiles,
+    multiply_strip_tiles,
+    spread_strip,
 )
-from backends.numba_kernels.lookup import fill_with_nan
+from backends.numba_kernels.groups import HAS_TILES, MAX_STRIP_ROWS, multiply_strip, quantise_groups
+from backends.numba_kernels.matrix_tiles import TILE_ROWS, release_tiles
 from backends.numba_kernels.threads import Kernel
-from backends.numba_kernels.vectors import LANES, read_int64, take_next, write_row
+from backends.numba_kernels.vectors import LANES, keep, read_int64, take_next, write_float
 
 ROWS_AT_ONCE = 128
 ITEM_BYTES = 1 << 15  # of packed strips
@@ -47,12 +43,19 @@ def _linear(arguments: int, kind: Any) -> None:
     num_items = strip_items * ((T + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
     row_bytes, side_bytes = groups * group_size(kind), groups * SIDE_BYTES
     rows_held = min(T, ROWS_AT_ONCE)
-    memory = np.empty(rows_held * (row_bytes + side_bytes) + 128, np.uint8)
+    uses_tiles = HAS_TILES and T > MAX_STRIP_ROWS
+    spread_bytes = row_bytes * LANES if uses_tiles and spreads(kind) else 0
+    rows_readable = (rows_held + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+    memory = np.empty(rows_readable * (row_bytes + side_bytes) + SUMS_BYTES + spread_bytes + 4 * 64, np.uint8)
     zeros = (memory.ctypes.data + 63) // 64 * 64
-    codes = zeros + 64
-    sides = codes + rows_held * row_bytes
-    for i in range(zeros - memory.ctypes.data, codes - memory.ctypes.data):
-        memory[i] = 0
+    configuration, sums = zeros + 64, zeros + 128
+    spread = sums + SUMS_BYTES
+    codes = spread + spread_bytes
+    sides = codes + rows_readable * row_bytes
+    for i in range(LANES):
+        write_float(zeros + 4 * i, np.float32(0))
+    if uses_tiles:
+        configure_group_tiles(kind, configuration, min(T, TILE_ROWS))
     held = -1  # the first of the rows that are quantised
     while True:
         item = take_next(arguments)
@@ -66,9 +69,30 @@ def _linear(arguments: int, kind: Any) -> None:
                 source = x + (first_row + r) * x_stride
                 quantise_groups(kind, source, codes + r * row_bytes, sides + r * side_bytes, groups)
         first_strip = item % strip_items * strips_per_item
-        chunks = (num_rows + MAX_STRIP_ROWS - 1) // MAX_STRIP_ROWS
         for strip in range(first_strip, min(first_strip + strips_per_item, num_strips)):
             shift = bias + strip * LANES * 4 if bias else zeros
+            here, where = packed + strip * strip_bytes, y + first_row * y_stride + strip * LANES * 2
+            if uses_tiles:
+                if spreads(kind):
+                    spread_strip(kind, here, groups, spread)
+                for row in range(0, num_rows, TILE_ROWS):
+                    multiply_strip_tiles(
+                        kind,
+                        min(TILE_ROWS, num_rows - row),
+                        codes + row * row_bytes,
+                        row_bytes,
+                        sides + row * side_bytes,
+                        side_bytes,
+                        here,
+                        spread if spreads(kind) else here,
+                        groups,
+                        shift,
+                        sums,
+                        where + row * y_stride,
+                        y_stride,
+                    )
+                continue
+            chunks = (num_rows + MAX_STRIP_ROWS - 1) // MAX_STRIP_ROWS
             for chunk in range(chunks):
                 row = chunk * num_rows // chunks
                 count = (chunk + 1) * num_rows // chunks - row
@@ -79,73 +103,21 @@ def _linear(arguments: int, kind: Any) -> None:
                     row_bytes,
                     sides + row * side_bytes,
                     side_bytes,
-                    packed + strip * strip_bytes,
+                    here,
                     groups,
                     shift,
-                    y + (first_row + row) * y_stride + strip * LANES * 2,
+                    where + row * y_stride,
                     y_stride,
                 )
-
-
-@njit(nogil=True, error_model="numpy")
-def _rows(arguments: int, kind: Any) -> None:
-    """Rows of the weight in bfloat16. Arguments: counter, ids (int64), T, packed, N, groups, out, its row stride.
-
-    A number that is no row's gives NaN, as in `lookup`.
-    """
-    ids, T = read_int64(arguments + 8), read_int64(arguments + 16)
-    packed, N, groups = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    out, out_stride = read_int64(arguments + 48), read_int64(arguments + 56)
-    size, step = group_size(kind), group_bytes(kind)
-    strip_bytes = groups * step + tail_bytes(kind)
-    width = groups * size
-    numbers = np.empty(width, np.float32)
-    while True:
-        t = take_next(arguments)
-        if t >= T:
-            break
-        row = read_int64(ids + t * 8)
-        if not 0 <= row < N:
-            fill_with_nan(out + t * out_stride, width * 2)
-            continue
-        strip, lane = packed + row // LANES * strip_bytes, row % LANES
-        for g in range(groups):
-            here = strip + g * step
-            d, m = read_scales(kind, here, strip + groups * step, lane)
-            for i in range(size):
-                numbers[g * size + i] = np.float32(read_code(kind, here, lane, i)) * d + m
-        write_row(np.uint16(0), numbers.ctypes.data, out + t * out_stride, width, np.float32(1), 0)
-
-
-@lru_cache(maxsize=len(KINDS))
-def row_kernel(kind: str) -> Kernel:
-    """Compile the look-up of rows for one format of `groups.KINDS`, or load it from the cache."""
-    key = source_key()
-
-    def rows_q4_0(arguments: int) -> None:
-        if key:
-            _rows(arguments, np.int16(0))
-
-    def rows_q4_1(arguments: int) -> None:
-        if key:
-            _rows(arguments, np.uint16(0))
-
-    def rows_q8_0(arguments: int) -> None:
-        if key:
-            _rows(arguments, np.uint8(0))
-
-    def rows_int8(arguments: int) -> None:
-        if key:
-            _rows(arguments, np.int8(0))
-
-    bodies = {"q4_0": rows_q4_0, "q4_1": rows_q4_1, "q8_0": rows_q8_0, "int8": rows_int8}
-    return Kernel(bodies[kind], 7)
+    if uses_tiles:
+        release_tiles()
+    keep(memory)
 
 
 @lru_cache(maxsize=len(KINDS))
 def quantised_linear_kernel(kind: str) -> Kernel:
     """Compile the product for one format of `groups.KINDS`, or load it from the cache."""
-    key = source_key()
+    key = source_key() * 2 + HAS_TILES  # code with tiles must not be loaded where the system refuses them
 
     def linear_q4_0(arguments: int) -> None:
         if key:

@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import llvmlite.binding as llvm
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
-from backends.numba_kernels.groups import KINDS
+from backends.numba_kernels.group_kinds import KINDS
 from backends.numba_ops import NumbaOps
 from backends.numba_quantised import QuantisedLinear
 from backends.ops import Linear, TorchOps
@@ -134,7 +135,7 @@ def test_rows_are_looked_up_in_the_packed_weight(form: Format, N: int, K: int) -
 # --- products ---
 
 
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 9, 130])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 9, 17, 130])
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_products_are_those_of_float64_for_inputs_that_codes_can_hold(
@@ -180,9 +181,11 @@ def test_a_row_is_the_same_alone_and_among_others(form: Format) -> None:
     try:
         torch.set_num_threads(1)
         together = linear(x)
-        for row in (0, 7, 8, 127, 128, 255, 260):
+        for row in (0, 7, 8, 15, 16, 127, 128, 255, 260):
             assert torch.equal(linear(x[row : row + 1])[0], together[row])
             assert torch.equal(linear(x[row:])[0], together[row])
+        for count in range(1, 20):  # few rows are for vectors, more for matrix tiles, where there are any
+            assert torch.equal(linear(x[:count]), together[:count])
         torch.set_num_threads(2)
         assert torch.equal(linear(x), together)
     finally:
@@ -238,17 +241,16 @@ def digest(form: Format) -> str:
     return hashlib.sha256(y.view(torch.int16).numpy().tobytes()).hexdigest()
 
 
+AVX2 = {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"}
+NO_HALVES = {**AVX2, "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"}
+HERE = sorted(name for name, has in llvm.get_host_cpu_features().items() if has and not name.startswith("amx"))
+NO_TILES = {"NUMBA_CPU_NAME": llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": ",".join(f"+{name}" for name in HERE)}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma,+f16c"},
-        {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx,+avx2,+fma"},
-    ],
-    ids=["avx2", "no-f16c"],
-)
+@pytest.mark.parametrize("flags", [AVX2, NO_HALVES, NO_TILES], ids=["avx2", "no-f16c", "no-tiles"])
 def test_a_processor_without_the_instructions_gives_the_same_bits(flags: dict[str, str], tmp_path: Path) -> None:
-    """Integer sums are exact, and the float ones run in one order: plain loops must agree with VNNI to the last bit."""
+    """Integer sums are exact, and the float ones run in one order: plain loops and VNNI must agree with matrix tiles to the last bit."""
     result = subprocess.run(
         [sys.executable, "-c", PRODUCTS],
         env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **flags},

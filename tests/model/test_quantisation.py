@@ -116,7 +116,9 @@ def test_a_model_of_integers_answers_as_its_definition(
 
 @pytest.mark.parametrize("quantise", ["int8", "int4"])
 @pytest.mark.parametrize("name", ["tiny-llama-tied-bf16", "tiny-qwen2", "tiny-gemma3", "tiny-phi3"])
-def test_every_family_is_served_and_a_row_of_its_linears_has_the_same_bits_alone(name: str, quantise: Quantisation) -> None:
+def test_every_family_is_served_and_a_row_of_its_linears_has_the_same_bits_alone(
+    name: str, quantise: Quantisation
+) -> None:
     """Biases, tied tables and scaled embeddings included."""
     decoder = load(DATA / "golden" / name, dtype="auto", quantise=quantise).decoder
     whole = PagedDecoder(decoder, "numba-cpu").whole(IDS)
