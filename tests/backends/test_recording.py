@@ -82,7 +82,7 @@ def test_a_replay_without_a_pool_of_ours_is_the_same(monkeypatch: pytest.MonkeyP
 
 
 def test_large_operations_are_shared_out_and_small_ones_are_not(double: Kernel) -> None:
-    """32768 elements is where a second thread begins to pay: 512 rows of 64."""
+    """8192 elements is where a second thread begins to pay: 128 rows of 64."""
     x, y = torch.randn(1000, 64), torch.empty(1000, 64)
 
     def function(rows: int) -> Tensor:
@@ -93,7 +93,7 @@ def test_large_operations_are_shared_out_and_small_ones_are_not(double: Kernel) 
 
     program = RecordedKernels(function, 1000).program
     limits = program.operations[:, 2:].tolist()
-    assert [limit[1] for limit in limits] == [512, 0, 0]
+    assert [limit[1] for limit in limits] == [128, 0, 0]
     assert [limit[0] for limit in limits[1:]] == [2, 1]
 
 
