@@ -26,9 +26,9 @@ from service.engine.batch import (
 from service.messages import SamplingParams
 from service.model.graphs import StepGraphs, StepModel
 from service.model.logprobs import prompt_logprobs
-from service.model.packing import PackedStep, pack, shared_slot
+from service.model.packing import pack, shared_slot
 from service.model.sampler import Sampler, Samples
-from service.model.verification import fold, unfold
+from service.model.verification import fold, row_starts, unfold
 
 NON_FINITE = "the model produced logits that are not finite (NaN or infinity)"
 MAX_CAPTURED_TOKENS = 2048  # beyond, a step takes so long that nothing is gained, and the buffers would be large
@@ -73,8 +73,7 @@ class ModelRunner(Generic[PlanT]):
         begin = perf_counter()
         with torch.inference_mode():
             cache.copy_blocks(batch.copies)
-            entries = unfold(batch.entries)
-            outputs = fold(batch.entries, self._compute(model, graphs, entries)) if entries else ()
+            outputs = self._compute(model, graphs, batch.entries) if batch.entries else ()
         return StepOutput(step_id=batch.step_id, outputs=outputs, compute_s=perf_counter() - begin)
 
     def warm_up(self, report: Callable[[str], None]) -> None:
@@ -110,40 +109,41 @@ class ModelRunner(Generic[PlanT]):
     def _compute(
         self, model: StepModel, graphs: StepGraphs[PlanT], entries: Sequence[StepEntry]
     ) -> tuple[EntryOutput, ...]:
-        packed = pack(entries, self._block_size, self._device)
+        rows = unfold(entries)
+        # Queries of one sequence read its keys once on a CPU; on a GPU decodes are what captured steps consist of.
+        packed = pack(entries if self._device.type == "cpu" else rows, self._block_size, self._device)
         if self._checks_slots and (slot := shared_slot(packed.meta.slot_mapping)) is not None:
             raise RuntimeError(f"two tokens of one step would be written to slot {slot}")
         hidden = graphs.forward(packed)
-        samples = self._sample(model, hidden, packed, entries)
-        scores = self._score_prompts(model, hidden, packed, entries)
-        return tuple(
-            output_of(entry, samples.get(index, ()), scores.get(index, ())) for index, entry in enumerate(entries)
-        )
+        starts = packed.row_starts if len(packed.row_starts) == len(rows) + 1 else row_starts(rows)
+        samples = self._sample(model, hidden, starts, rows)
+        scores = self._score_prompts(model, hidden, starts, rows)
+        outputs = [output_of(row, samples.get(index, ()), scores.get(index, ())) for index, row in enumerate(rows)]
+        return fold(entries, outputs)
 
     def _sample(
-        self, model: StepModel, hidden: Tensor, packed: PackedStep, entries: Sequence[StepEntry]
+        self, model: StepModel, hidden: Tensor, starts: Sequence[int], entries: Sequence[StepEntry]
     ) -> dict[int, Samples | None]:
         """Sample the last token of each entry that has seeds; by index of the entry."""
         sampled = [index for index, entry in enumerate(entries) if entry.seeds]
         if not sampled:
             return {}
         if len(sampled) < len(hidden):
-            last_rows = [packed.row_starts[index + 1] - 1 for index in sampled]
+            last_rows = [starts[index + 1] - 1 for index in sampled]
             hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
         logits = model.logits(hidden)
         chosen = self._sampler.sample(logits, [entries[index] for index in sampled])
         return dict(zip(sampled, chosen, strict=True))
 
     def _score_prompts(
-        self, model: StepModel, hidden: Tensor, packed: PackedStep, entries: Sequence[StepEntry]
+        self, model: StepModel, hidden: Tensor, starts: Sequence[int], entries: Sequence[StepEntry]
     ) -> dict[int, tuple[PromptLogprob, ...] | None]:
         """Score the prompt tokens that entries ask for; by index of the entry."""
         scores = {}
         for index, entry in enumerate(entries):
             if entry.prompt_logprob_targets:
-                first = packed.row_starts[index]
                 scores[index] = prompt_logprobs(
-                    hidden[first : packed.row_starts[index + 1]],
+                    hidden[starts[index] : starts[index + 1]],
                     entry.prompt_logprob_targets,
                     entry.sampling.prompt_logprobs or 0,
                     lambda rows: model.logits(rows)[:, : self._num_valid_ids],

@@ -1,8 +1,8 @@
-"""Verifies drafts: a decode that carries k guesses becomes k + 1 decodes of one token each, and their samples are cut where a guess failed.
+"""Verifies drafts: a decode that carries k guesses is sampled as k + 1 decodes of one token each, and the samples are cut where a guess failed.
 
-The rows share one block table. All keys of a layer are stored before any row of it attends, so row j finds those of the guesses before
-it, and its length hides those behind. Packing, attention and sampler see ordinary decodes and nothing else: what holds for a decode in
-company, bit for bit, holds for a verified draft.
+The network computes such an entry as a chunk of its sequence, or as decodes that share one block table (all keys of a layer are stored
+before any row of it attends, and each row's length hides those behind it). The sampler sees ordinary decodes and nothing else. So a
+verified draft is as exact as a chunk is beside single steps, and a decode beside others.
 
 A sample is a function of (logits, seed, position), so no rejection sampling is needed: the token drawn at a position is the one that
 would have been drawn without the guess, and the guess merely turns out to equal it or not (see ADR 2).
@@ -11,6 +11,7 @@ would have been drawn without the guess, and the guess merely turns out to equal
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 from msgspec.structs import replace
 
@@ -28,6 +29,11 @@ def fold(entries: Sequence[StepEntry], outputs: Sequence[EntryOutput]) -> tuple[
     """Return an output for each of `entries` from those of its rows, which are `outputs` in the order of `unfold`."""
     rows = iter(outputs)
     return tuple(_joined(entry, [next(rows) for _ in range(1 + entry.num_drafts)]) for entry in entries)
+
+
+def row_starts(rows: Sequence[StepEntry]) -> list[int]:
+    """Return the place of each row's first token among the tokens of the step, and their number at last; the same as for the entries."""
+    return list(accumulate((len(row.token_ids) for row in rows), initial=0))
 
 
 def _rows(entry: StepEntry) -> Iterator[StepEntry]:
