@@ -49,8 +49,8 @@ STEP_WORDS = 16  # words of k in a step of matrix tiles
 # Vectors: up to so many rows, an item is one panel.
 STREAM_ROWS = 48
 BLOCK_PANELS, BLOCK_ROWS = 4, 48
-# Matrix tiles: rows x steps of a block of x are at most 768 KiB, beside 4 panels of as many steps (400 KiB), of 2 MiB.
-TILE_BLOCK_ROWS, TILE_BLOCK_STEPS = 256, 48
+# Matrix tiles: rows x steps of a block of x are at most 768 KiB of second-level cache, beside 2 panels of as many steps (200 KiB).
+TILE_BLOCK_PANELS, TILE_BLOCK_ROWS, TILE_BLOCK_STEPS = 2, 256, 48
 FETCHED_LINES = 16  # of the 32 lines of a step, at most
 TILE_BLOCK_CELLS = TILE_BLOCK_ROWS * TILE_BLOCK_STEPS
 
@@ -78,7 +78,7 @@ def _linear_tiles(arguments: int, tag: Any) -> None:
         step_blocks = (steps + TILE_BLOCK_STEPS - 1) // TILE_BLOCK_STEPS
         block_groups = max(1, TILE_BLOCK_CELLS * step_blocks // (steps * MAX_TILE_ROWS))
         row_blocks = (num_groups + block_groups - 1) // block_groups
-        panel_blocks = (num_panels + BLOCK_PANELS - 1) // BLOCK_PANELS
+        panel_blocks = (num_panels + TILE_BLOCK_PANELS - 1) // TILE_BLOCK_PANELS
         # As many items for each thread.
         panel_blocks = min(num_panels, (panel_blocks + num_threads - 1) // num_threads * num_threads)
         if panel_blocks == num_panels and panel_blocks * row_blocks < 2 * num_threads:
