@@ -114,7 +114,7 @@ class KVCache:
                 for source, destination in copies:
                     part[:, destination].copy_(sources[source])
             else:
-                pairs = torch.tensor(list(copies), device=part.device)
+                pairs = torch.tensor(list(copies)).pin_memory().to(part.device, non_blocking=True)  # waits for nothing
                 part.index_copy_(1, pairs[:, 1], part.index_select(1, pairs[:, 0]))
 
 

@@ -25,6 +25,7 @@ from backends.interface import AttentionLayer, AttentionMetadata, DeviceInfo
 from backends.kernels.backend import host_lengths
 from backends.kernels.work import divide
 from backends.kv_cache import KVCacheSpec
+from backends.staging import Staging
 
 cuda: Any = numba_cuda_module  # Numba has no usable types
 _config: Any = core.config
@@ -321,6 +322,10 @@ class NumbaCudaBackend:
 
     name = "numba-cuda"
 
+    def __init__(self) -> None:
+        """Grant nothing yet."""
+        self._staging: dict[torch.device, Staging] = {}
+
     def unsupported(self, spec: KVCacheSpec, device: DeviceInfo) -> list[str]:
         """Return why `spec` cannot be served on `device`: device, library, head size, dtype."""
         reasons = spec.faults()
@@ -365,9 +370,12 @@ class NumbaCudaBackend:
                 continue
             work = divide(query_lens, seq_lens, key[1], ROWS, layer.window)
             parts = max(work.num_parts, 1)
+            if device not in self._staging:
+                self._staging[device] = Staging(device, num_buffers=4)
+            items, merges = self._staging[device].send([work.items, work.merges])
             works[key] = WindowWork(
-                torch.from_numpy(work.items).to(device, non_blocking=True),
-                torch.from_numpy(work.merges).to(device, non_blocking=True),
+                items,
+                merges,
                 torch.empty(parts, layer.num_kv_heads, layer.head_size, device=device),
                 torch.empty(parts, layer.num_kv_heads, device=device),
             )

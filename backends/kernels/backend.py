@@ -7,7 +7,6 @@ read from the host copies that come with the metadata, and what the plan compute
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -17,9 +16,12 @@ from torch import Tensor
 
 from backends.interface import AttentionLayer, AttentionMetadata
 from backends.kernels import launch
-from backends.kernels.dispatch import Shape, attention_variant, shared_bytes_limit
+from backends.kernels.dispatch import attention_variant, shared_bytes_limit
+from backends.kernels.plans import KernelPlan, LayerKind, cut_step, kernel_dtype, kind_of, workspace_sizes
+from backends.kernels.static import DecodeCut, Scratch, StaticDecodes, cut_decodes
 from backends.kernels.variants import BLOCK_SIZES, CACHE, SHIPPED, TYPE_NAMES, Variant
 from backends.kv_cache import KVCacheSpec
+from backends.staging import Staging
 
 ALIGNMENT = 16  # bytes of the kernels' loads
 
@@ -32,27 +34,6 @@ class KernelModule(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class LayerKind:
-    """What decides how a layer's work is cut."""
-
-    num_heads: int
-    num_kv_heads: int
-    head_size: int
-    window: int | None
-    q_dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-
-@dataclass(frozen=True, slots=True)
-class KernelPlan:
-    """One step: the metadata, and for each kind of layer its launches' shapes and work. Owns the workspace, which all layers share."""
-
-    meta: AttentionMetadata
-    passes: dict[LayerKind, tuple[tuple[Shape, launch.WorkOnDevice], ...]]
-    num_rows: int  # rows of q that belong to a sequence
-
-
 class KernelBackend:
     """Plans and launches. `load` compiles a variant for the device or takes it from a cache; it is called once a variant."""
 
@@ -61,6 +42,8 @@ class KernelBackend:
         self._load = load
         self._capability = capability
         self._modules: dict[Variant, KernelModule] = {}
+        self._staging: dict[torch.device, Staging] = {}
+        self._scratch = Scratch()
 
     def module(self, variant: Variant) -> KernelModule:
         """Return the compiled variant."""
@@ -79,45 +62,46 @@ class KernelBackend:
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> KernelPlan:
         """Cut the step for every kind of layer and send the work over in one copy."""
         query_lens, seq_lens = host_lengths(meta)
-        cut = {}
-        for layer in layers:
-            kind = _kind(layer)
-            if kind not in cut:
-                group = layer.num_heads // layer.num_kv_heads
-                cut[kind] = launch.passes(self._attention(kind), query_lens, seq_lens, group, layer.window)
-        works = [work for pairs in cut.values() for _, work in pairs]
-        rows = [*(work.items for work in works), *(work.merges for work in works)]
+        cut = cut_step(self._attention, query_lens, seq_lens, layers)
         device = meta.seq_lens.device
-        sent = iter(_send(rows, device))
-        items = [next(sent) for _ in works]
-        merges = [next(sent) for _ in works]
-        # Layers run one after another on one stream: they can share the largest workspace.
-        sizes = [(work.num_parts, kind) for kind, pairs in cut.items() for _, work in pairs]
-        parts = max((count * kind.num_kv_heads * kind.head_size for count, kind in sizes), default=0)
-        heads = max((count * kind.num_kv_heads for count, kind in sizes), default=0)
-        part_out = torch.empty(parts, dtype=torch.float32, device=device)
-        part_lse = torch.empty(heads, dtype=torch.float32, device=device)
-        on_device = iter([launch.WorkOnDevice(i, m, part_out, part_lse) for i, m in zip(items, merges, strict=True)])
-        passes = {kind: tuple((shape, next(on_device)) for shape, _ in pairs) for kind, pairs in cut.items()}
+        works = [work for pairs in cut.values() for _, work in pairs]
+        arrays = [array for work in works for array in (work.items, work.merges)]
+        sent = iter(self._staging_of(device).send(arrays))
+        sizes = workspace_sizes([(work.num_parts, kind) for kind, pairs in cut.items() for _, work in pairs])
+        spaces = [torch.empty(size, dtype=torch.float32, device=device) for size in sizes]
+        passes = {
+            kind: tuple(
+                (shape, launch.WorkOnDevice(next(sent), next(sent), spaces[0], spaces[1])) for shape, _ in pairs
+            )
+            for kind, pairs in cut.items()
+        }
         return KernelPlan(meta, passes, int(query_lens.sum()))
+
+    def cut_decodes(self, seq_lens: NDArray[np.int64], layers: Sequence[AttentionLayer]) -> DecodeCut | None:
+        """Cut one token each of sequences for a plan that stays where it is; see `static`. None if that would be too large."""
+        return cut_decodes(self._attention, seq_lens, layers)
+
+    def static_decodes(self, like: DecodeCut, table_width: int, device: torch.device) -> StaticDecodes:
+        """Return a plan for steps with the room of `like`, which captured launches can read again and again."""
+        return StaticDecodes(len(like.seq_lens), like.room, table_width, device, self._scratch)
 
     def store_kv(self, k: Tensor, v: Tensor, layer: AttentionLayer, plan: KernelPlan) -> None:
         """Write or quantise k and v into their slots."""
         if not len(plan.meta.slot_mapping):
             return
-        wanted = _kernel_dtype(layer)
+        wanted = kernel_dtype(layer)
         k, v = (_aligned(rows.to(wanted)) for rows in (k, v))
         self.module(CACHE).run(launch.store_kv(k, v, plan.meta.slot_mapping, layer.cache, layer.scales))
 
     def run(self, q: Tensor, layer: AttentionLayer, plan: KernelPlan, out: Tensor, lse: Tensor | None = None) -> None:
         """Attend, then merge what was split. Rows of q past the last sequence (padding) become zeros and -inf."""
-        wanted = _kernel_dtype(layer)
+        wanted = kernel_dtype(layer)
         if q.dtype != wanted or out.dtype != wanted:
             converted = torch.empty(out.shape, dtype=wanted, device=out.device)
             self.run(q.to(wanted), layer, plan, converted, lse)
             out.copy_(converted)
             return
-        kind = _kind(layer)
+        kind = kind_of(layer)
         meta, module = plan.meta, self.module(self._attention(kind))
         rows = _aligned(q)
         if rows.stride(1) != rows.shape[2]:
@@ -153,6 +137,11 @@ class KernelBackend:
             )
         return reasons
 
+    def _staging_of(self, device: torch.device) -> Staging:
+        if device not in self._staging:
+            self._staging[device] = Staging(device)
+        return self._staging[device]
+
     def _attention(self, kind: LayerKind) -> Variant:
         variant = attention_variant(kind.q_dtype, kind.kv_dtype, kind.head_size, self._capability)
         assert variant is not None, "unsupported() refuses what has no variant"
@@ -165,28 +154,6 @@ def host_lengths(meta: AttentionMetadata) -> tuple[NDArray[np.int64], NDArray[np
         return meta.host_lengths
     starts = meta.query_start_loc.cpu().numpy().astype(np.int64)
     return np.diff(starts), meta.seq_lens.cpu().numpy().astype(np.int64)
-
-
-def _send(rows: Sequence[NDArray[np.int32]], device: torch.device) -> list[Tensor]:
-    """Copy arrays [n, 8] to the device in one transfer that the host does not wait for."""
-    if not rows:
-        return []
-    packed = torch.from_numpy(np.concatenate(rows))
-    if device.type == "cuda":
-        packed = packed.pin_memory()
-    sent = packed.to(device, non_blocking=True)
-    ends = np.cumsum([len(part) for part in rows]).tolist()
-    return [sent[end - len(part) : end] for part, end in zip(rows, ends, strict=True)]
-
-
-def _kernel_dtype(layer: AttentionLayer) -> torch.dtype:
-    """Return the type that queries, keys and values must have."""
-    return layer.dtype or layer.cache.dtype
-
-
-def _kind(layer: AttentionLayer) -> LayerKind:
-    dtypes = (_kernel_dtype(layer), layer.cache.dtype)
-    return LayerKind(layer.num_heads, layer.num_kv_heads, layer.head_size, layer.window, *dtypes)
 
 
 def _aligned(rows: Tensor) -> Tensor:

@@ -91,7 +91,7 @@ class Usage:
 def main() -> int:
     """Compile, print a line per kernel, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--architectures", nargs="+", default=list(ARCHITECTURES), choices=(*ARCHITECTURES, *OTHERS))
+    parser.add_argument("--architectures", nargs="+", choices=(*ARCHITECTURES, *OTHERS))
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--fresh", action="store_true", help="compile what is known as well")
@@ -107,10 +107,8 @@ def main() -> int:
             file.unlink()
     tasks = [
         (variant, architecture)
-        for architecture in arguments.architectures
-        for variant in chosen(
-            architecture, whole=architecture not in SHORT_RINGS_ONLY or len(arguments.architectures) == 1
-        )
+        for architecture in arguments.architectures or ARCHITECTURES
+        for variant in chosen(architecture, whole=bool(arguments.architectures) or architecture not in SHORT_RINGS_ONLY)
         if arguments.only in variant.name
     ]
     faults: list[str] = []

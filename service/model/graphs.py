@@ -4,9 +4,10 @@ A forward pass is written once, in the model. Launching it piece by piece costs 
 the same ones in every step; a `StepCapture` computes the same from a copy that was taken once:
 
     CPU    `RecordedStep`: the launches as a program, see `backends.numba_kernels.recording`; any step of up to `max_tokens` tokens
+    CUDA   `GraphedDecodes` (cuda_graphs.py): CUDA graphs of a few sizes; steps of single tokens
 
 A capture owns the inputs that it was taken with, and a step is copied into them. Invariant: whether a step was replayed or not changes no
-bit of its result.
+bit of its result on a CPU, and none of its attention's on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from backends.interface import AttentionBackend, AttentionLayer, PlanT, ReplayableBackend
 from backends.kv_cache import KVCache
+from backends.staging import Staging
+from service.model.cuda_graphs import GraphBackend, GraphedDecodes
 from service.model.packing import PackedStep
 
 log = structlog.get_logger()
@@ -50,7 +53,7 @@ class StepCapture(Protocol):
     """A forward pass that was captured for some kind of steps. It plans for itself, since it may pad a step first."""
 
     def forward(self, step: PackedStep) -> Tensor | None:
-        """Compute a step → hidden states [T, hidden], valid until the next call; None if it is not of the kind that was captured."""
+        """Compute a step that lies on the host → hidden states [T, hidden], valid until the next call; None if no capture serves it."""
         ...
 
 
@@ -58,21 +61,36 @@ class StepGraphs(Generic[PlanT]):
     """Forward passes of one model on one backend: captured where possible, else called. Used from the step thread."""
 
     def __init__(
-        self, model: StepModel, backend: AttentionBackend[PlanT], *, device: torch.device, max_tokens: int
+        self,
+        model: StepModel,
+        backend: AttentionBackend[PlanT],
+        *,
+        device: torch.device,
+        max_tokens: int,
+        table_width: int = 0,
     ) -> None:
-        """Capture steps of up to `max_tokens` tokens; 0 captures none. The model is bound to its cache."""
+        """Capture steps of up to `max_tokens` tokens; 0 captures none. The model is bound to its cache.
+
+        `table_width`: blocks of the longest sequence, for which graphs reserve memory; 0 makes none.
+        """
         self._model = model
         self._backend = backend
+        self._staging = Staging(device)
         self._capture: StepCapture | None = None
+        self.sizes: Sequence[int] = ()  # decodes in a step that a capture is made for, each to be warmed up
         if max_tokens > 0 and device.type == "cpu" and isinstance(backend, ReplayableBackend):
             self._capture = RecordedStep(model, backend, max_tokens)
+        if max_tokens > 0 and device.type == "cuda" and table_width > 0 and isinstance(backend, GraphBackend):
+            graphed = GraphedDecodes(model, backend, device=device, max_sequences=max_tokens, table_width=table_width)
+            self._capture, self.sizes = graphed, graphed.sizes
 
     def forward(self, step: PackedStep) -> Tensor:
-        """Compute a step → hidden states [T, hidden], valid until the next step."""
+        """Compute a step that lies on the host → hidden states [T, hidden], valid until the next step."""
         if self._capture is not None:
             hidden = self._capture.forward(step)
             if hidden is not None:
                 return hidden
+        step = step.sent(self._staging)
         plan = self._backend.plan(step.meta, self._model.attention_layers)
         return self._model.forward(step.token_ids, step.positions, plan, self._backend)
 

@@ -10,11 +10,13 @@ from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any, Generic
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from backends.interface import AttentionBackend, PlanT
 from backends.kv_cache import KVCache
+from backends.staging import Staging
 from service.engine.batch import (
     EntryOutput,
     PromptLogprob,
@@ -60,12 +62,14 @@ class ModelRunner(Generic[PlanT]):
         self._block_size = cache.spec.block_size
         self._device = cache.layer(0).device
         max_tokens = min(max_captured_tokens, MAX_CAPTURED_TOKENS)
-        graphs = StepGraphs(model, backend, device=self._device, max_tokens=max_tokens)
+        table_width = -(-max_model_len // self._block_size)
+        graphs = StepGraphs(model, backend, device=self._device, max_tokens=max_tokens, table_width=table_width)
         self._parts: tuple[StepModel, KVCache, StepGraphs[PlanT]] | None = (model, cache, graphs)
         self._num_valid_ids = num_valid_ids
         self._max_model_len = max_model_len
         self._checks_slots = checks_slots
         self._sampler = Sampler(num_valid_ids)
+        self._staging = Staging(self._device)
 
     def execute(self, batch: StepBatch) -> StepOutput:
         """Compute one step; see `StepRunner`. Raises `ValueError` for a block table that is too short, whatever torch raises else."""
@@ -82,10 +86,10 @@ class ModelRunner(Generic[PlanT]):
         All tokens go to the null block, which nothing reads for a result; it is zeroed afterwards. Blocks that sequences hold are not
         touched, so that a warm-up may also follow a backend swap.
         """
-        _, cache, _ = self._open_parts()
+        _, cache, graphs = self._open_parts()
         checks, self._checks_slots = self._checks_slots, False  # every token of a warm-up shares the null block
         try:
-            for phase, entries in warm_up_steps(self._block_size, self._max_model_len):
+            for phase, entries in warm_up_steps(self._block_size, self._max_model_len, graphs.sizes):
                 report(phase)
                 self.execute(StepBatch(step_id=0, entries=entries))
         finally:
@@ -111,7 +115,7 @@ class ModelRunner(Generic[PlanT]):
     ) -> tuple[EntryOutput, ...]:
         rows = unfold(entries)
         # Queries of one sequence read its keys once on a CPU; on a GPU decodes are what captured steps consist of.
-        packed = pack(entries if self._device.type == "cpu" else rows, self._block_size, self._device)
+        packed = pack(entries if self._device.type == "cpu" else rows, self._block_size)
         if self._checks_slots and (slot := shared_slot(packed.meta.slot_mapping)) is not None:
             raise RuntimeError(f"two tokens of one step would be written to slot {slot}")
         hidden = graphs.forward(packed)
@@ -130,7 +134,8 @@ class ModelRunner(Generic[PlanT]):
             return {}
         if len(sampled) < len(hidden):
             last_rows = [starts[index + 1] - 1 for index in sampled]
-            hidden = hidden.index_select(0, torch.tensor(last_rows, device=hidden.device))
+            [places] = self._staging.send([np.array(last_rows)])
+            hidden = hidden.index_select(0, places)
         logits = model.logits(hidden)
         chosen = self._sampler.sample(logits, [entries[index] for index in sampled])
         return dict(zip(sampled, chosen, strict=True))
@@ -158,8 +163,10 @@ def output_of(entry: StepEntry, samples: Samples | None, scores: tuple[PromptLog
     return EntryOutput(sequence_id=entry.sequence_id, samples=samples, prompt_logprobs=scores)
 
 
-def warm_up_steps(block_size: int, max_model_len: int) -> list[tuple[str, tuple[StepEntry, ...]]]:
-    """Return the phases of a warm-up and the entries of each; all of their blocks are the null block."""
+def warm_up_steps(
+    block_size: int, max_model_len: int, sizes: Sequence[int] = ()
+) -> list[tuple[str, tuple[StepEntry, ...]]]:
+    """Return the phases of a warm-up and the entries of each; all of their blocks are the null block. `sizes`: decodes that are captured."""
     few, chunk = min(2, max_model_len), min(WARM_UP_PREFILL, max_model_len)
     context = min(WARM_UP_CONTEXT, max_model_len)
     greedy = SamplingParams(temperature=0.0)
@@ -176,7 +183,9 @@ def warm_up_steps(block_size: int, max_model_len: int) -> list[tuple[str, tuple[
             **more,
         )
 
+    captured = [(f"warming up: {size} decodes", (entry(0, 1, greedy),) * size) for size in sizes]
     return [
+        *captured,
         ("warming up: a decode step", (entry(0, 1, greedy),)),
         ("warming up: a long context", (entry(context - 1, 1, greedy),)),
         ("warming up: prefill and decode together", (entry(chunk - 1, 1, greedy), entry(0, chunk, greedy))),

@@ -12,7 +12,7 @@ from service.model.weights import MAX_READERS, LayerWeights, _read_ahead
 
 
 def layer(index: int) -> LayerWeights:
-    return cast(LayerWeights, f"layer {index}")
+    return cast("LayerWeights", f"layer {index}")
 
 
 def test_layers_come_in_order() -> None:
