@@ -57,6 +57,8 @@ def passes(
     has_few_rows = np.asarray(query_lens) * group <= DECODE_ROWS
     pairs = []
     for is_decode in (True, False):
+        if not (has_few_rows == is_decode).any():
+            continue
         shape = attention_shape(variant, group, is_decode)
         work = divide(query_lens, seq_lens, group, shape.tile_rows, window, has_few_rows == is_decode)
         if len(work.items):

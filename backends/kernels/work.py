@@ -14,6 +14,10 @@ from numpy.typing import NDArray
 
 FIELDS = 8  # int32 each: items and merges are read as two 16-byte loads
 KEY_ALIGNMENT = 8  # ranges begin at multiples of the smallest block, so that no 16-byte load of scales straddles blocks
+SPLIT_LIMITS, SPLIT_SIZES = (
+    np.array([2048, 32768]),
+    np.array([256, 512, 1024]),
+)  # keys of a range, and of a split up to that
 MAX_SPLIT_TILES = 4  # more tiles than that fill the device together with the kv heads
 
 
@@ -35,7 +39,7 @@ def split_keys(num_keys: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the size of a split for ranges of that many keys: small enough that one long sequence fills the device,
     large enough that filling the ring once per split costs little of a full one.
     """
-    return np.where(num_keys <= 2048, 256, np.where(num_keys <= 32768, 512, 1024)).astype(np.int64)
+    return SPLIT_SIZES[np.searchsorted(SPLIT_LIMITS, num_keys)]
 
 
 def divide(
@@ -50,43 +54,48 @@ def divide(
 
     `query_lens`, `seq_lens`, `is_chosen` [S]. A sequence with queries but without keys gets an item with an empty range: it writes zeros and -inf.
     """
-    queries = np.asarray(query_lens, np.int64)
-    if is_chosen is not None:
-        queries = np.where(is_chosen, queries, 0)
-    keys = np.asarray(seq_lens, np.int64)
+    queries, keys = np.asarray(query_lens, np.int64), np.asarray(seq_lens, np.int64)
+    sequence = np.flatnonzero(queries if is_chosen is None else queries * is_chosen)
+    queries, keys = queries[sequence], keys[sequence]
     rows = queries * group
     num_tiles = -(-rows // tile_rows)
-    sequence = np.repeat(np.arange(len(queries)), num_tiles)
-    first_tile = np.cumsum(num_tiles) - num_tiles
-    row = (np.arange(len(sequence)) - first_tile[sequence]) * tile_rows
-    count = np.minimum(tile_rows, rows[sequence] - row)
+    past = keys - queries
+    row: NDArray[np.int64] | int = 0
+    count = rows
+    if num_tiles.max(initial=0) > 1:
+        owner = np.repeat(np.arange(len(sequence)), num_tiles)
+        row = (np.arange(len(owner)) - (np.cumsum(num_tiles) - num_tiles)[owner]) * tile_rows
+        count = np.minimum(tile_rows, rows[owner] - row)
+        sequence, past, num_tiles = sequence[owner], past[owner], num_tiles[owner]
 
-    # The tile's first query stands at position `start`, its last at `end - 1`; causality ends the range and the window begins it.
-    past = keys[sequence] - queries[sequence]
+    # The tile's first query stands at position `past + row // group`, its last at `end - 1`; causality ends the range, the window begins it.
     end = np.maximum(past + (row + count - 1) // group + 1, 0)
-    begin = np.zeros_like(end)
+    begin: NDArray[np.int64] | int = 0
+    length = end
     if window is not None:
         begin = np.maximum(past + row // group - window + 1, 0) // KEY_ALIGNMENT * KEY_ALIGNMENT
-    length = end - begin
+        length = end - begin
 
     size = split_keys(length)
-    splits = np.where(num_tiles[sequence] <= MAX_SPLIT_TILES, np.maximum(-(-length // size), 1), 1)
+    splits = np.where(num_tiles <= MAX_SPLIT_TILES, np.maximum(-(-length // size), 1), 1)
+    tiles = np.zeros((len(sequence), FIELDS), np.int32)
+    tiles[:, 0], tiles[:, 1], tiles[:, 2], tiles[:, 3], tiles[:, 4] = sequence, row, count, begin, end
     partial = splits > 1
+    if not partial.any():
+        return Work(tiles, tiles[:0], 0, tile_rows)
     parts = np.where(partial, splits * count, 0)
     first_part = np.cumsum(parts) - parts
 
-    tile = np.repeat(np.arange(len(sequence)), splits)
-    split = np.arange(len(tile)) - (np.cumsum(splits) - splits)[tile]
-    items = np.zeros((len(tile), FIELDS), np.int32)
-    items[:, 0] = sequence[tile]
-    items[:, 1] = row[tile]
-    items[:, 2] = count[tile]
-    items[:, 3] = begin[tile] + split * size[tile]
-    items[:, 4] = np.where(split == splits[tile] - 1, end[tile], begin[tile] + (split + 1) * size[tile])
-    items[:, 5] = partial[tile]
-    items[:, 6] = first_part[tile] + split * count[tile]
+    # A tile is not split, or into ranges of `size` keys: the row of a range is its tile's, moved on by the number of the range.
+    tiles[:, 5], tiles[:, 6] = partial, first_part
+    items = np.repeat(tiles, splits, axis=0)
+    number = np.arange(len(items)) - np.repeat(np.cumsum(splits) - splits, splits)
+    reach = np.repeat(np.where(partial, size, length), splits)
+    items[:, 3] += number * reach
+    np.minimum(items[:, 3] + reach, items[:, 4], out=items[:, 4], casting="unsafe")
+    items[:, 6] += number * items[:, 2]
 
-    merges = np.zeros((int(partial.sum()), FIELDS), np.int32)
-    for column, values in enumerate((sequence, row, count, first_part, splits, count)):
-        merges[:, column] = values[partial]
+    merges = np.zeros((np.count_nonzero(partial), FIELDS), np.int32)
+    merges[:, :3] = tiles[partial, :3]
+    merges[:, 3], merges[:, 4], merges[:, 5] = first_part[partial], splits[partial], merges[:, 2]
     return Work(items, merges, int(parts.sum()), tile_rows)
