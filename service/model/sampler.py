@@ -93,8 +93,16 @@ def likeliest(logits: Tensor) -> list[int | None]:
     if kernels is not None:
         found: list[int | None] = kernels.likeliest(logits)
         return found
+    if logits.device.type != "cpu":
+        return likeliest_on_device(logits)
     finite = finite_rows(logits)
     return [token_id if is_finite else None for token_id, is_finite in zip(argmax(logits), finite, strict=True)]
+
+
+def likeliest_on_device(logits: Tensor) -> list[int | None]:
+    """Return what `likeliest` does; both answers come over together, so that a greedy step waits for the device once."""
+    ids, finite = torch.stack([logits.argmax(dim=1), torch.isfinite(logits).all(dim=1).long()]).tolist()
+    return [token_id if is_finite else None for token_id, is_finite in zip(ids, finite, strict=True)]
 
 
 def argmax(logits: Tensor) -> list[int]:

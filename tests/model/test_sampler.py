@@ -16,7 +16,7 @@ from service.engine.batch import SampledToken, StepEntry
 from service.model import drawing, sampler
 from service.model.drawing import invert
 from service.model.philox import philox, uniforms
-from service.model.sampler import Sampler
+from service.model.sampler import Sampler, likeliest, likeliest_on_device
 from tests.model.steps import make_entry
 
 VOCAB = 300
@@ -327,3 +327,11 @@ def test_bfloat16_logits_are_sampled_as_their_float32_copies() -> None:
     ]  # fmt: skip
     entries = [make_entry(**each) for each in parameters]
     assert Sampler(500).sample(logits.clone(), entries) == Sampler(500).sample(logits.float(), entries)
+
+
+def test_on_a_device_the_likeliest_ids_and_what_is_not_finite_come_over_together() -> None:
+    logits = torch.randn(6, 50, generator=torch.Generator().manual_seed(3)).bfloat16()
+    logits[1, 7] = logits[1, 3] = 9.0
+    logits[2, 5], logits[4, 0], logits[5, 1] = torch.nan, torch.inf, -torch.inf
+    assert likeliest_on_device(logits) == likeliest(logits)
+    assert likeliest_on_device(logits)[1:3] == [3, None]
