@@ -56,7 +56,8 @@ class Staging:
             staged[offset : offset + array.nbytes] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target[:size].copy_(self._buffers[index][:size], non_blocking=True)
         if self._device.type == "cuda":
-            self._events[index] = torch.cuda.Event()
+            event: Any = torch.cuda.Event  # torch leaves its constructor untyped
+            self._events[index] = event()
             self._events[index].record()
 
 

@@ -147,7 +147,8 @@ class CudaCapture:
         """Run once, so that everything is compiled, loaded and granted, then capture, and return what replays it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        side = torch.cuda.Stream()
+        stream: Any = torch.cuda.Stream  # torch leaves its constructor untyped
+        side = stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             forward()

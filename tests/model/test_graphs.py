@@ -70,7 +70,7 @@ class Twins:
     def check(self, *entries: StepEntry) -> None:
         """Compute a step both ways; hidden states and pools must be equal to the bit."""
         with torch.inference_mode():
-            step = pack(entries, BLOCK, CPU)
+            step = pack(entries, BLOCK)
             self.decoder.attention_layers = self.layers
             hidden = self.graphs.forward(step)
             self.decoder.attention_layers = self.other_layers
@@ -170,7 +170,7 @@ def test_a_model_with_torch_in_its_forward_pass_is_computed_call_by_call(folders
     twins = Twins(bfloat16(folders / "llama"))
     twins.decoder.attention_layers = twins.layers
     graphs = StepGraphs(_Tampered(twins.decoder), twins.backend, device=CPU, max_tokens=MOST)
-    step = pack([make_entry(range(20), block_ids=range(1, 20))], BLOCK, CPU)
+    step = pack([make_entry(range(20), block_ids=range(1, 20))], BLOCK)
     with torch.inference_mode():
         assert torch.equal(graphs.forward(step), twins.graphs.forward(step) + 1)
 
