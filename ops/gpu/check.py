@@ -3,7 +3,8 @@
     python ops/gpu/check.py --out FOLDER [--step N ...] [--dry]
 
 Steps stand in order of value and none stops another: a crash, a poisoned CUDA context or a time limit is one row of the table. `--dry` runs
-the same steps on a CPU, with emulated kernels and tiny sizes, so that on the GPU only the GPU can surprise. The steps are in steps.py.
+the same steps on a CPU, with emulated kernels and tiny sizes, so that on the GPU only the GPU can surprise. The steps are in steps.py, speed.py
+and whole_model.py.
 """
 
 from __future__ import annotations
@@ -88,7 +89,8 @@ def run_step(number: int, out: Path, is_dry: bool, limit_s: float) -> dict[str, 
 
 def run_inside(number: int, out: Path, is_dry: bool) -> int:
     """Compute a step in this process; 0 ok, 1 failed, 3 skipped."""
-    from steps import STEPS, Bench, Skipped
+    from bench import Bench, Skipped
+    from steps import STEPS
 
     bench = Bench(out / f"step-{number}.json", is_dry)
     try:

@@ -19,7 +19,7 @@ from service.engine.core import EngineCore, RequestKey
 from service.engine.request import ChoiceAdvanced, RequestFailed, RequestStarted
 from service.messages import SamplingParams
 from service.model.loading import LoadedModel
-from service.model.runner import ModelRunner
+from service.model.runner import MAX_CAPTURED_TOKENS, ModelRunner
 
 BLOCK_SIZE = 16
 CPU = DeviceInfo(kind="cpu")
@@ -52,6 +52,8 @@ class GoldenEngine:
         max_num_seqs: int = 64,
         quantised: torch.dtype | None = None,
         device: DeviceInfo = CPU,
+        max_captured_tokens: int = MAX_CAPTURED_TOKENS,
+        checks_slots: bool = True,
         **scheduler: Any,
     ) -> None:
         """`scheduler`: further options of its section."""
@@ -62,7 +64,8 @@ class GoldenEngine:
             KVCache(spec, num_blocks, device.torch_device),
             num_valid_ids=model.config.vocab_size,
             max_model_len=model.max_model_len,
-            checks_slots=True,
+            max_captured_tokens=max_captured_tokens,
+            checks_slots=checks_slots,
         )
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(
