@@ -17,6 +17,7 @@ from allocator import PUBLIC, BlockPool, PrefixCache, Quota, Quotas
 from backends.errors import BackendError
 from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
+from backends.processors import pin_compute_threads
 from backends.registry import Selection, select_backend
 from service.config import CacheConfig, Config
 from service.engine.async_engine import EngineInfo
@@ -100,6 +101,9 @@ def assemble(config: Config, report: Report) -> Assembly:
         max_captured_tokens=config.scheduler.token_budget,
     )
     runner.warm_up(report)
+    if config.backend.pin and device.kind == "cpu":
+        # After the warm-up: threads that torch starts inherit the binding of the thread that starts them.
+        report(f"compute threads bound to processors {pin_compute_threads()}")
     pool, prefix_cache = open_pool(config.cache, size.num_blocks)
     core = EngineCore(config.scheduler, pool, prefix_cache, max_model_len=size.max_model_len)
     info = EngineInfo(

@@ -74,6 +74,7 @@ class BackendConfig(Section, frozen=True, kw_only=True):
     name: str = "auto"  # reference, numba-cpu, cupy, numba-cuda
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: Positive | None = None  # compute threads; None: the physical cores this process may use
+    pin: bool = False  # bind each compute thread to a core, on Linux: for a machine that serves nothing else
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):

@@ -28,6 +28,7 @@ import os
 import platform
 import sys
 import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -230,6 +231,7 @@ class WorkerPool:
     def __init__(self) -> None:
         """Start no thread yet."""
         self._code = _compiled()  # owns the machine code
+        self._processors: tuple[int, ...] = ()
         worker, launch, replay, stop = self._code
         self._work = ctypes.CFUNCTYPE(None, ctypes.c_int64)(worker.address)
         self._launch = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)(launch.address)
@@ -285,6 +287,20 @@ class WorkerPool:
             for thread in self._threads:
                 thread.join(JOIN_S)
 
+    def pin(self, processors: Sequence[int]) -> None:
+        """Bind the workers, present and future ones, to these processors in turn; none leaves them where they are."""
+        with self._growing:
+            if self._is_stopped:
+                return
+            self._processors = tuple(processors)
+            for index in range(len(self._threads)):
+                self._bind(index)
+
+    def _bind(self, index: int) -> None:
+        thread = self._threads[index].native_id
+        if self._processors and thread is not None:
+            os.sched_setaffinity(thread, {self._processors[index % len(self._processors)]})
+
     def _grow(self, num_threads: int) -> None:
         with self._growing:
             if self._is_stopped:
@@ -293,6 +309,7 @@ class WorkerPool:
                 thread = threading.Thread(target=self._be_worker, name=f"looseleaf-kernel-{index}", daemon=True)
                 thread.start()
                 self._threads.append(thread)
+                self._bind(index - 1)
 
     def _be_worker(self) -> None:
         """Keep this pool, and with it the block and the code, for as long as the thread uses them."""

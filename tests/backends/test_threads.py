@@ -299,3 +299,15 @@ def test_torch_gets_its_threads_back_after_work_on_the_calling_thread() -> None:
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_pool_binds_its_present_and_future_workers(pool: WorkerPool, bodies: Bodies) -> None:
+    allowed = sorted(os.sched_getaffinity(0))
+    count_launches(pool, bodies, launches=10, most_threads=2)
+    pool.pin([allowed[-1], allowed[0]])
+    count_launches(pool, bodies, launches=50, most_threads=4)
+    workers = [thread for thread in pool._threads if thread.native_id is not None]
+    assert len(workers) > 1
+    bound = [os.sched_getaffinity(thread.native_id) for thread in workers if thread.native_id is not None]
+    assert bound == [{(allowed[-1], allowed[0])[index % 2]} for index in range(len(workers))]
+    assert sorted(os.sched_getaffinity(0)) == allowed
