@@ -10,8 +10,8 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from torch import Tensor
 
-from backends.numba_quantised import QuantisedLinear
-from backends.ops import TorchOps
+from backends.numba_ops import NumbaOps
+from backends.ops import Activation, Linear, TorchOps, Weight
 from backends.quantised_weights import QuantisedWeight
 from service.config import load_config
 from service.errors import ModelLoadError
@@ -36,12 +36,27 @@ def gguf_of(folder: Path, kind: Kind, **changes: Any) -> Path:
     return write_gguf(folder / f"{kind.name}.gguf", "llama", *llama(**changes), kind=kind)
 
 
+class NotingOps(NumbaOps):
+    """Notes the format of every weight that is packed; "dense" for floats."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.bfloat16)
+        self.formats: list[str] = []
+
+    def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
+        self.formats.append(weight.format if isinstance(weight, QuantisedWeight) else "dense")
+        return super().pack_linear(weight, bias)
+
+    def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
+        self.formats.append(weight.format if isinstance(weight, QuantisedWeight) else "dense")
+        return super().pack_linear(weight, bias)
+
+
 def linears(path: Path, quantise: Quantisation) -> dict[str, str]:
-    """The format of each linear of the first layer and of the head; "dense" for floats."""
-    decoder = load(path, dtype="auto", quantise=quantise).decoder
-    parts: dict[str, Any] = {name: getattr(decoder._layers[0], name) for name in ("qkv", "o", "gate_up", "down")}
-    parts["head"] = decoder._head
-    return {name: part._format if isinstance(part, QuantisedLinear) else "dense" for name, part in parts.items()}
+    """The format of each linear of the first layer and of the head, which comes behind those of the second layer."""
+    ops = NotingOps()
+    load(path, dtype="auto", quantise=quantise, ops=ops)
+    return dict(zip(("qkv", "o", "gate_up", "down", "head"), [*ops.formats[:4], ops.formats[8]], strict=True))
 
 
 def every(form: str, **others: str) -> dict[str, str]:
@@ -125,7 +140,7 @@ def test_every_family_is_served_and_a_row_of_its_linears_has_the_same_bits_alone
     assert whole.isfinite().all()
     layer = decoder._layers[0]
     x = torch.randn(30, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
-    for linear in (layer.qkv, layer.gate_up, decoder._head):
+    for linear in (layer.qkv, layer.gated, decoder._head):
         assert torch.equal(linear(x)[7:8], linear(x[7:8]))
 
 
