@@ -20,10 +20,13 @@ from backends.quantised_weights import BLOCK, BLOCK_BYTES, Format, QuantisedWeig
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
 from service.model.dequantise import PLAIN_TYPES, dequantise
-from service.model.gguf_header import read_gguf_header
+from service.model.gguf_header import read_gguf_header, release_pages
 from service.model.registry import Family
 from service.model.weights import TensorSpec
 
+# A file's pages count as the process's memory as long as they are mapped in; after so many bytes they are let go, to be found in the
+# system's cache if they are looked at again.
+MAPPED_BYTES = 16 << 20
 ROPE_FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 TOP_NAMES: Mapping[str, str] = MappingProxyType(
     {"embedding": "token_embd", "final_norm": "output_norm", "head": "output"}
@@ -86,6 +89,7 @@ class GgufFile:
             raise ModelLoadError(f"{path} is one of {parts} parts; join them with llama.cpp's gguf-split --merge first")
         self._tensors = header.tensors
         self._data = header.data
+        self._mapped_bytes = 0
         self.shapes: Mapping[str, tuple[int, ...]] = {name: entry.shape for name, entry in header.tensors.items()}
         factors = {name: self._floats(f"{name}.weight") for name in ROPE_FACTORS if f"{name}.weight" in self.shapes}
         try:
@@ -133,6 +137,10 @@ class GgufFile:
     def _raw(self, spec: TensorSpec) -> NDArray[np.uint8]:
         """Return a tensor's bytes with its rows in Hugging Face's order."""
         entry = self._tensors[spec.name]
+        self._mapped_bytes += entry.num_bytes  # threads may miss a tensor: it is no exact account
+        if self._mapped_bytes > MAPPED_BYTES:
+            self._mapped_bytes = 0
+            release_pages(self._data)
         raw = self._data[entry.start : entry.start + entry.num_bytes]
         if spec.rotary_heads is not None and self._family.gguf_permutes_qk:
             raw = _pairs_to_halves(raw, spec.rotary_heads, spec.shape[0])

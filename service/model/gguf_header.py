@@ -8,7 +8,9 @@ Invariant: every count is held against the bytes that are left before it is beli
 from __future__ import annotations
 
 import math
+import mmap
 import struct
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,6 +59,13 @@ class GgufHeader:
     metadata: dict[str, object]
     tensors: dict[str, TensorEntry]
     data: NDArray[np.uint8]
+
+
+def release_pages(data: NDArray[np.uint8]) -> None:
+    """Let go of the pages of a file's map, which nothing has written to; whoever reads them again gets them again."""
+    pages = getattr(data, "_mmap", None)  # the standard library's map, which numpy keeps there
+    if pages is not None and hasattr(mmap, "MADV_DONTNEED") and sys.platform == "linux":
+        pages.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
