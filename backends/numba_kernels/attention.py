@@ -17,6 +17,7 @@ the weights.
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import Any
 
@@ -66,6 +67,7 @@ from backends.numba_kernels.vectors import (
 )
 
 KEYS = 64  # keys of one pass
+LOG2_E = np.float32(1 / math.log(2))  # maxima are natural logarithms
 
 
 @njit(nogil=True, error_model="numpy")
@@ -128,7 +130,6 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     scale_value_offset, scale_head_stride = read_int64(arguments + 192), read_int64(arguments + 200)
     num_items = read_int64(header + NUM_TILES) * Hkv
     max_rows = read_int64(header + MAX_QUERIES) * G
-    unit = np.float32(1)  # maxima are natural logarithms
 
     words = D * size // 4  # inner steps of a score
     length = D * size  # bytes of a key or value in the pool
@@ -182,7 +183,9 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             if start % PART_KEYS == 0 and start > lowest:
                 if is_folded:
                     for r in range(rows):
-                        fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, unit)
+                        fold(
+                            folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LOG2_E
+                        )
                 else:
                     sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
                     is_folded = True
@@ -258,17 +261,17 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             )
         for r in range(rows):
             if is_folded:
-                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, unit)
+                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LOG2_E)
             found, state = (folded_sums, folded_states) if is_folded else (sums, states)
             own = query + r // G * (QUERY_FIELDS * 8)
             deliver(
                 tag, header, own, head * G + r % G, part, G * Hkv, D, found + r * D * 4, state + r * 8,
-                out, out_row, out_head, lse, lse_row, unit,
+                out, out_row, out_head, lse, lse_row, LOG2_E,
             )  # fmt: skip
         if part:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
-                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, unit)
+                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, LOG2_E)
     keep(area)
 
 

@@ -14,7 +14,6 @@ and a prefix that many sequences share give the same bits. Blocks must be a mult
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -41,7 +40,6 @@ from backends.numba_kernels.parts import (
     TILE_TABLE,
     TILES,
     deliver,
-    fold,
     key_range,
     merge_if_last,
 )
@@ -52,6 +50,7 @@ from backends.numba_kernels.tile_softmax import (
     PASS_KEYS,
     TILE_BYTES,
     add_values,
+    fold_lanes,
     order_columns,
     pair_values,
     score_keys,
@@ -72,11 +71,12 @@ from backends.numba_kernels.vectors import (
     write_int64,
 )
 
-LOG2_E = np.float32(1 / math.log(2))
-LN_2 = np.float32(math.log(2))
-# Bytes for each 16 rows: limits (2 x 16 int32), state (maxima, sums, factors), and four int64 of what the limits allow.
-LIMITS, STATE, FIRST_SEEN, LAST_SEEN, FIRST_WHOLE, LAST_WHOLE, IS_BEGUN = 0, 128, 320, 328, 336, 344, 352
-ROWS_BYTES = 384
+BASE_2 = np.float32(1)  # maxima are of base 2
+# A *set* is what is known of up to 16 rows: the keys they see (2 x 16 int32), states of the part under way and of those before it (maxima,
+# sums, factors), the keys that some row sees and those that all see, whether a pass of this part has been computed, whether one of an
+# earlier part has, and the addresses of both sums [16, D].
+LIMITS, STATE, FOLDED_STATE, FIRST_SEEN, LAST_SEEN, FIRST_WHOLE, LAST_WHOLE = 0, 128, 320, 512, 520, 528, 536
+IS_BEGUN, IS_FOLDED, SUMS, FOLDED_SUMS, NUM_ROWS, QUERIES_AT, SET_BYTES = 544, 552, 560, 568, 576, 584, 640
 
 
 @njit(nogil=True, error_model="numpy")
@@ -99,32 +99,33 @@ def _attend(arguments: int, kind: Any) -> None:
     num_items = read_int64(header + NUM_TILES) * Hkv
     max_sets = (read_int64(header + MAX_QUERIES) * G + LANES - 1) // LANES  # of 16 rows
     tag = np.uint16(0)
-    factor = scale if cap > np.float32(0) else scale * LOG2_E
 
     steps = D // 32  # tiles of a key
+    row_bytes = D if is_quantised(kind) else D * 2  # of a key or value in the pool
     widened = 2 * PASS_KEYS * D * 2 if is_quantised(kind) else 0
     area = np.empty(
-        64 + CONFIGURATION_BYTES + max_sets * (steps * TILE_BYTES + ROWS_BYTES + 2 * LANES * (D * 4 + 8))
-        + GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 5 * 64 + 2 * PASS_KEYS * 4 + widened,
+        64 + CONFIGURATION_BYTES + max_sets * (steps * TILE_BYTES + SET_BYTES + 2 * LANES * D * 4)
+        + GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 128 + 64 + 64 + 2 * PASS_KEYS * 4 + widened,
         np.uint8,
     )  # fmt: skip
     configuration = (area.ctypes.data + 63) // 64 * 64
-    queries = configuration + CONFIGURATION_BYTES  # [sets, steps] tiles
-    scores = queries + max_sets * steps * TILE_BYTES  # [groups, 16 keys, 16 lanes] float32
+    scores = configuration + CONFIGURATION_BYTES  # [groups, 16 keys, 16 lanes] float32
     weights = scores + GROUPS * TILE_BYTES  # 2 tiles [16 rows, 32 keys]
     words = weights + 2 * TILE_BYTES
     values = words + TILE_BYTES  # [pairs of keys, D] words
-    sums = values + PASS_KEYS * D * 2  # [rows, D] float32, of the part under way
-    folded_sums = sums + max_sets * LANES * D * 4  # the same of the parts before it
-    sets = folded_sums + max_sets * LANES * D * 4
-    states = sets + max_sets * ROWS_BYTES  # [rows, 2] float32, of the part that has ended
-    folded_states = states + max_sets * LANES * 8
-    sources = folded_states + max_sets * LANES * 8  # [16] int64 addresses of queries
+    sources = values + PASS_KEYS * D * 2  # [16] int64 addresses of queries
     key_sources = sources + 128  # [groups] int64 addresses of keys
-    value_sources = key_sources + 64
-    scale_rows = value_sources + 64  # [2, 64] float32
+    ahead = key_sources + 64  # [2, groups] int64 addresses of the next keys and values
+    scale_rows = ahead + 64  # [2, 64] float32
     wide_keys = scale_rows + 2 * PASS_KEYS * 4  # [64, D] bfloat16
-    wide_values = wide_keys + PASS_KEYS * D * 2
+    wide_values = wide_keys + widened // 2
+    sets = wide_keys + widened
+    set_bytes = SET_BYTES + steps * TILE_BYTES + 2 * LANES * D * 4
+    for n in range(max_sets):
+        own = sets + n * set_bytes
+        write_int64(own + QUERIES_AT, own + SET_BYTES)
+        write_int64(own + SUMS, own + SET_BYTES + steps * TILE_BYTES)
+        write_int64(own + FOLDED_SUMS, own + SET_BYTES + steps * TILE_BYTES + LANES * D * 4)
 
     configure_tiles(configuration, MAX_TILE_ROWS)
     while True:
@@ -141,94 +142,144 @@ def _attend(arguments: int, kind: Any) -> None:
         num_sets = (rows + LANES - 1) // LANES
         lowest, highest = key_range(tile, query, window)
         for n in range(num_sets):
-            own = sets + n * ROWS_BYTES
             _begin_set(
-                own, query, n * LANES, min(LANES, rows - n * LANES), G, window, lowest, read_int64(tile + TILE_LAST_KEY),
-                q + head * G * q_head, q_row, q_head, sources, queries + n * steps * TILE_BYTES, steps,
+                sets + n * set_bytes, query, n * LANES, min(LANES, rows - n * LANES), G, window, lowest,
+                read_int64(tile + TILE_LAST_KEY), q + head * G * q_head, q_row, q_head, sources, steps,
             )  # fmt: skip
-            _begin_part(own)
-        is_folded = False
+        slot_bytes, first_scale = D * 2, scales + head * scale_head_stride
+        first_group, last_group = lowest // LANES * LANES, (highest - 1) // LANES * LANES
+        # Where the next group of keys lies: the blocks are walked, because divisions cost as much as the products.
+        group = first_group
+        index, slot = group // B, group % B
         for start in range(lowest // PASS_KEYS * PASS_KEYS, highest, PASS_KEYS):
             if start % PART_KEYS == 0 and start > lowest:
                 for n in range(num_sets):
-                    _end_part(sets + n * ROWS_BYTES, n, rows, D, sums, states)
-                    _begin_part(sets + n * ROWS_BYTES)
-                if is_folded:
-                    for r in range(rows):
-                        fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LN_2)
-                else:
-                    sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
-                    is_folded = True
+                    _end_part(sets + n * set_bytes, D)
             is_half = highest - start <= PASS_KEYS // 2
-            num_groups = GROUPS // 2 if is_half else GROUPS
-            key_stride, value_stride = slot_stride, slot_stride
-            for g in range(num_groups):
-                # Groups without a key to be seen are those nearest to them: what is read must have been written, though it weighs nothing.
-                first = min(max(start + g * LANES, lowest // LANES * LANES), (highest - 1) // LANES * LANES)
-                block = np.int64(read_int32(table + first // B * 4))
-                source = head_cache + block * block_stride + first % B * slot_stride
-                written = min(LANES, highest - first)
+            key_stride = slot_stride
+            for g in range(GROUPS // 2 if is_half else GROUPS):
+                # In place of a group without a key to be seen stands the nearest with one: what is read must have been written, though it
+                # weighs nothing.
+                first = start + g * LANES
+                if group < first <= last_group:
+                    group, slot = first, slot + LANES
+                    if slot == B:
+                        index, slot = index + 1, 0
+                block = np.int64(read_int32(table + index * 4))
+                source = head_cache + block * block_stride + slot * slot_stride
+                written = min(LANES, highest - group)
                 value_source = source + value_offset
                 if is_quantised(kind):
-                    scale_at = scales + block * scale_block_stride + head * scale_head_stride + first % B * 4
-                    for t in range(LANES):
-                        at = scale_rows + (g * LANES + t) * 4
-                        write_float(at, read_float(scale_at + t * 4) if t < written else np.float32(0))
-                        write_float(
-                            at + PASS_KEYS * 4,
-                            read_float(scale_at + scale_value_offset + t * 4) if t < written else np.float32(0),
-                        )
+                    scale_at = first_scale + block * scale_block_stride + slot * 4
+                    _read_scales(scale_at, scale_at + scale_value_offset, written, scale_rows + g * 64)
+                    at = g * LANES * slot_bytes
                     for t in range(written):
-                        at = (g * LANES + t) * D * 2
-                        widen_row(tag, kind, source + t * slot_stride, wide_keys + at, D)
-                        widen_row(tag, kind, value_source + t * slot_stride, wide_values + at, D)
-                    source, value_source = wide_keys + g * LANES * D * 2, wide_values + g * LANES * D * 2
-                    key_stride = value_stride = D * 2
+                        widen_row(tag, kind, source + t * slot_stride, wide_keys + at + t * slot_bytes, D)
+                        widen_row(tag, kind, value_source + t * slot_stride, wide_values + at + t * slot_bytes, D)
+                    source, value_source = wide_keys + at, wide_values + at
+                    key_stride = slot_bytes
                 write_int64(key_sources + g * 8, source)
-                for t in range(0, LANES, 2):
-                    upper = value_source + min(t, written - 1) * value_stride
-                    lower = value_source + min(t + 1, written - 1) * value_stride
-                    pair_values(upper, lower, values + (g * LANES + t) // 2 * D * 4, D)
+                pair_values(value_source, key_stride, written, values + g * 8 * D * 4, D)
+            fetched = ahead
+            if start + PASS_KEYS < highest:
+                _look_ahead(
+                    ahead, table, index, slot, start + PASS_KEYS - group, last_group - group, head_cache, B, block_stride,
+                    slot_stride, value_offset,
+                )  # fmt: skip
+            elif read_int64(arguments) < num_items:
+                # Most likely this thread's next.
+                later = read_int64(arguments)
+                tile_later = read_int64(header + TILES) + later // Hkv * (TILE_FIELDS * 8)
+                query_later = read_int64(header + QUERIES) + read_int64(tile_later + TILE_QUERY) * (QUERY_FIELDS * 8)
+                low, high = key_range(tile_later, query_later, window)
+                low = low // PASS_KEYS * PASS_KEYS
+                if low >= high:
+                    fetched = 0
+                else:
+                    _look_ahead(
+                        ahead, read_int64(header + TABLES) + read_int64(tile_later + TILE_TABLE), low // B, low % B, 0,
+                        (high - 1) // LANES * LANES - low, cache + later % Hkv * head_stride, B, block_stride, slot_stride,
+                        value_offset,
+                    )  # fmt: skip
+            else:
+                fetched = 0
             for n in range(num_sets):
-                own = sets + n * ROWS_BYTES
+                own = sets + n * set_bytes
                 if start > read_int64(own + LAST_SEEN) or start + PASS_KEYS <= read_int64(own + FIRST_SEEN):
                     continue
                 is_masked = start < read_int64(own + FIRST_WHOLE) or start + PASS_KEYS - 1 > read_int64(
                     own + LAST_WHOLE
                 )
-                set_rows = min(LANES, rows - n * LANES)
-                score_keys(key_sources, key_stride, queries + n * steps * TILE_BYTES, steps, scores, is_half)
+                set_rows, set_sums = read_int64(own + NUM_ROWS), read_int64(own + SUMS)
+                score_keys(key_sources, key_stride, read_int64(own + QUERIES_AT), steps, scores, is_half)
                 shrinks = weigh_lanes(
-                    kind, _width(set_rows), scores, weights, words, is_half, is_masked, start, own + LIMITS, factor, cap,
-                    own + STATE, scale_rows,
+                    kind, _width(set_rows), scores, weights, words, is_half, is_masked, start, own + LIMITS, scale, cap,
+                    own + STATE, scale_rows, fetched, slot_stride, row_bytes,
                 )  # fmt: skip
-                set_sums = sums + n * LANES * D * 4
+                fetched = 0
                 is_begun = read_int64(own + IS_BEGUN) != 0
                 if shrinks and is_begun:
                     for r in range(set_rows):
-                        shrink = read_float(own + STATE + 128 + r * 4)
-                        if shrink != np.float32(1):
-                            scale_row(set_sums + r * D * 4, D, shrink)
+                        scale_row(set_sums + r * D * 4, D, read_float(own + STATE + 128 + r * 4))
                 add_values(weights, values, set_sums, D // 16, is_half, not is_begun)
                 write_int64(own + IS_BEGUN, 1)
-        for n in range(num_sets):
-            _end_part(sets + n * ROWS_BYTES, n, rows, D, sums, states)
+        g, own = 0, query
         for r in range(rows):
-            if is_folded:
-                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LN_2)
-            found, state = (folded_sums, folded_states) if is_folded else (sums, states)
-            order_columns(found + r * D * 4, D)
-            own = query + r // G * (QUERY_FIELDS * 8)
+            lane = r % LANES
+            one = sets + r // LANES * set_bytes
+            if lane == 0:
+                _end_part(one, D)
+            found = read_int64(one + FOLDED_SUMS) + lane * D * 4
+            order_columns(found, D)
+            copy_bytes(sources, one + FOLDED_STATE + lane * 4, 4)
+            copy_bytes(sources + 4, one + FOLDED_STATE + 64 + lane * 4, 4)
             deliver(
-                tag, header, own, head * G + r % G, part, G * Hkv, D, found + r * D * 4, state + r * 8,
-                out, out_row, out_head, lse, lse_row, LN_2,
+                tag, header, own, head * G + g, part, G * Hkv, D, found, sources, out, out_row, out_head, lse, lse_row, BASE_2
             )  # fmt: skip
+            g += 1
+            if g == G:
+                g, own = 0, own + QUERY_FIELDS * 8
         if part:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
-                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, LN_2)
+                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, BASE_2)
     release_tiles()
     keep(area)
+
+
+@njit(nogil=True, error_model="numpy")
+def _look_ahead(
+    target: int,
+    table: int,
+    index: int,
+    slot: int,
+    distance: int,
+    last: int,
+    cache: int,
+    B: int,
+    block_stride: int,
+    slot_stride: int,
+    value_offset: int,
+) -> None:
+    """Write where 4 groups of keys and of values lie, from `distance` tokens after a slot on and no further than `last` tokens after it."""
+    passed = 0
+    for g in range(GROUPS):
+        wanted = min(distance + g * LANES, last)
+        while passed < wanted:
+            passed, slot = passed + LANES, slot + LANES
+            if slot == B:
+                index, slot = index + 1, 0
+        address = cache + np.int64(read_int32(table + index * 4)) * block_stride + slot * slot_stride
+        write_int64(target + g * 8, address)
+        write_int64(target + (GROUPS + g) * 8, address + value_offset)
+
+
+@njit(nogil=True, error_model="numpy")
+def _read_scales(keys: int, values: int, written: int, target: int) -> None:
+    """Copy 16 scales of keys, and of values PASS_KEYS further; zeros in place of those that were not written."""
+    for t in range(LANES):
+        write_float(target + t * 4, read_float(keys + t * 4) if t < written else np.float32(0))
+        write_float(target + (PASS_KEYS + t) * 4, read_float(values + t * 4) if t < written else np.float32(0))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -253,39 +304,44 @@ def _begin_set(
     q_row: int,
     q_head: int,
     sources: int,
-    target: int,
     steps: int,
 ) -> None:
     """Lay out the queries of up to 16 rows, first … of the tile's, as a right factor, and note which keys they see. `q` is of the kv head."""
     width = _width(rows)
     first_seen, last_seen = 1 << 31, -1
     first_whole, last_whole = 0, 1 << 31
-    for lane in range(LANES):
-        r = lane % width
-        if r >= rows:
-            r = 0
-        r += first
-        one = query + r // G * (QUERY_FIELDS * 8)
-        write_int64(sources + lane * 8, q + read_int64(one + QUERY_ROW) * q_row + r % G * q_head)
+    g = first % G
+    one = query + first // G * (QUERY_FIELDS * 8)
+    for lane in range(width):
+        source = q + read_int64(one + QUERY_ROW) * q_row + g * q_head
         position = read_int64(one + QUERY_POSITION)
         low, high = lowest, min(position, last_key - 1)
         if window:
             low = max(low, position - window + 1)
-        write_int32(own + LIMITS + lane * 4, low)
-        write_int32(own + LIMITS + 64 + lane * 4, high)
+        for copy in range(lane, LANES, width):
+            write_int64(sources + copy * 8, source)
+            write_int32(own + LIMITS + copy * 4, low)
+            write_int32(own + LIMITS + 64 + copy * 4, high)
         first_seen, last_seen = min(first_seen, low), max(last_seen, high)
         first_whole, last_whole = max(first_whole, low), min(last_whole, high)
+        if lane + 1 < rows:  # the last row stands for lanes without one
+            g += 1
+            if g == G:
+                g, one = 0, one + QUERY_FIELDS * 8
     write_int64(own + FIRST_SEEN, first_seen)
     write_int64(own + LAST_SEEN, last_seen)
     write_int64(own + FIRST_WHOLE, first_whole)
     write_int64(own + LAST_WHOLE, last_whole)
+    write_int64(own + NUM_ROWS, rows)
+    write_int64(own + IS_FOLDED, 0)
+    _begin_part(own)
     for step in range(steps):
-        transpose_words(sources, step * 64, 16, target + step * TILE_BYTES, 64)
+        transpose_words(sources, step * 64, 16, read_int64(own + QUERIES_AT) + step * TILE_BYTES, 64)
 
 
 @njit(nogil=True, error_model="numpy")
 def _begin_part(own: int) -> None:
-    """Forget what 16 rows have seen."""
+    """Forget what the rows of a set have seen."""
     for lane in range(LANES):
         write_float(own + STATE + lane * 4, np.float32(NO_SCORE))
         write_float(own + STATE + 64 + lane * 4, np.float32(0))
@@ -293,15 +349,21 @@ def _begin_part(own: int) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _end_part(own: int, n: int, rows: int, D: int, sums: int, states: int) -> None:
-    """Turn the state of set `n` into what `parts` folds; the sums of rows that saw no key at all become zeros."""
-    for r in range(n * LANES, min((n + 1) * LANES, rows)):
-        lane = r - n * LANES
-        copy_bytes(states + r * 8, own + STATE + lane * 4, 4)
-        copy_bytes(states + r * 8 + 4, own + STATE + 64 + lane * 4, 4)
+def _end_part(own: int, D: int) -> None:
+    """Fold the part under way into those before it, and begin another. A part of which the set saw nothing is left out."""
+    sums, folded_sums = read_int64(own + SUMS), read_int64(own + FOLDED_SUMS)
+    if read_int64(own + IS_FOLDED) == 0:
+        # It is the first, or so far nothing at all.
+        copy_bytes(own + FOLDED_STATE, own + STATE, 128)
+        write_int64(own + SUMS, folded_sums)
+        write_int64(own + FOLDED_SUMS, sums)
         if read_int64(own + IS_BEGUN) == 0:
-            for d in range(0, D * 4, 8):
-                write_int64(sums + r * D * 4 + d, 0)
+            for d in range(0, LANES * D * 4, 8):
+                write_int64(sums + d, 0)
+        write_int64(own + IS_FOLDED, read_int64(own + IS_BEGUN))
+    elif read_int64(own + IS_BEGUN):
+        fold_lanes(folded_sums, own + FOLDED_STATE, sums, own + STATE, read_int64(own + NUM_ROWS), D)
+    _begin_part(own)
 
 
 @lru_cache(maxsize=3)

@@ -29,6 +29,8 @@ from numba import njit, types
 
 from backends.numba_kernels.atomics import add, store
 from backends.numba_kernels.vectors import (
+    F32,
+    I32,
     I64,
     LANES,
     VF,
@@ -36,8 +38,11 @@ from backends.numba_kernels.vectors import (
     Value,
     cgutils,
     copy_bytes,
+    emit_at,
+    emit_exp2,
     emit_fma,
     emit_load,
+    emit_maximum,
     emit_splat,
     emit_store,
     intrinsic,
@@ -59,50 +64,64 @@ TILE_QUERY, TILE_COUNT, TILE_FIRST_KEY, TILE_LAST_KEY, TILE_TABLE, TILE_PART = r
 QUERY_FIELDS = 4
 QUERY_ROW, QUERY_POSITION, QUERY_PLACE, QUERY_PARTS = range(0, 8 * QUERY_FIELDS, 8)
 
+LN_2 = math.log(2)
 NO_SCORE = -1e30  # the maximum of a row that has seen no key
 
 
 @intrinsic
-def _fold_row(typing_context: Any, row: Any, other: Any, count: Any, factor: Any, other_factor: Any) -> Any:
-    """row = row * factor + other * other_factor for `count` float32, a multiple of 16."""
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        row, other, count, factor, other_factor = arguments
-        wide, other_wide = emit_splat(b, factor, VF), emit_splat(b, other_factor, VF)
-        with cgutils.for_range_slice(b, I64(0), count, I64(LANES), intp=I64) as (i, _):
-            at = b.shl(i, I64(2))
-            kept = b.fmul(emit_load(b, b.add(row, at), VF), wide)
-            emit_store(b, emit_fma(b, emit_load(b, b.add(other, at), VF), other_wide, kept), b.add(row, at))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3, types.float32, types.float32), generate
-
-
-@njit(nogil=True, error_model="numpy")
-def fold(sums: int, state: int, other_sums: int, other_state: int, D: int, unit: Any) -> None:
+def fold(typing_context: Any, sums: Any, state: Any, other_sums: Any, other_state: Any, count: Any, unit: Any) -> Any:
     """Add the next part of a row to what the earlier ones gave. A part without keys changes nothing, nor is it changed.
 
-    `state` is (maximum, sum of weights); `unit` turns a difference of maxima into one of natural logarithms.
+    `sums`: `count` float32, a multiple of 16. `state`: maximum and sum of weights. `unit` turns a difference of maxima into one of base 2.
     """
-    maximum, other_maximum = read_float(state), read_float(other_state)
-    highest = max(maximum, other_maximum)
-    factor = np.float32(math.exp((maximum - highest) * unit))
-    other_factor = np.float32(math.exp((other_maximum - highest) * unit))
-    _fold_row(sums, other_sums, D, factor, other_factor)
-    total = read_float(state + 4) * factor
-    write_float(state, highest)
-    write_float(state + 4, np.float32(total + read_float(other_state + 4) * other_factor))
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        sums, state, other_sums, other_state, count, unit = arguments
+        old, other = (
+            [emit_splat(b, emit_load(b, emit_at(b, at, offset), F32), VF) for offset in (0, 4)]
+            for at in (state, other_state)
+        )
+        highest, total, factor, other_factor = emit_fold_states(
+            b, old[0], other[0], old[1], other[1], emit_splat(b, unit, VF)
+        )
+        for at, x in ((state, highest), (emit_at(b, state, 4), total)):
+            emit_store(b, b.extract_element(x, I32(0)), at)
+        emit_fold_row(b, sums, other_sums, count, factor, other_factor)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 5, types.float32), generate
+
+
+def emit_fold_states(
+    b: Builder, maximum: Value, other_maximum: Value, total: Value, other_total: Value, unit: Value
+) -> tuple[Value, Value, Value, Value]:
+    """Fold 16 states, and return the factors of the two sums after the new maximum and sum of weights."""
+    highest = emit_maximum(b, maximum, other_maximum)
+    factor = emit_exp2(b, b.fmul(b.fsub(maximum, highest), unit))
+    other_factor = emit_exp2(b, b.fmul(b.fsub(other_maximum, highest), unit))
+    return highest, b.fadd(b.fmul(total, factor), b.fmul(other_total, other_factor)), factor, other_factor
+
+
+def emit_fold_row(b: Builder, row: Value, other: Value, count: Value, factor: Value, other_factor: Value) -> None:
+    """row = row * factor + other * other_factor."""
+    with cgutils.for_range_slice(b, I64(0), count, I64(LANES), intp=I64) as (i, _):
+        at = b.shl(i, I64(2))
+        kept = b.fmul(emit_load(b, b.add(row, at), VF), factor)
+        emit_store(b, emit_fma(b, emit_load(b, b.add(other, at), VF), other_factor, kept), b.add(row, at))
 
 
 @njit(nogil=True, error_model="numpy")
-def finish(tag: Any, sums: int, state: int, target: int, D: int, unit: Any) -> Any:
-    """Divide by the sum of the weights and write; returns the natural log-sum-exp. Zeros and -inf where no key was seen."""
+def finish(tag: Any, sums: int, state: int, target: int, D: int, log_sum: int, unit: Any) -> None:
+    """Divide by the sum of the weights and write, and the natural log-sum-exp at `log_sum` unless that is 0. Zeros and -inf without keys."""
     total = read_float(state + 4)
     if total == np.float32(0):
         write_row(tag, sums, target, D, np.float32(0), 0)
-        return np.float32(-np.inf)
+        if log_sum:
+            write_float(log_sum, np.float32(-np.inf))
+        return
     write_row(tag, sums, target, D, np.float32(1) / total, 0)
-    return np.float32(read_float(state) * unit + np.float32(math.log(total)))
+    if log_sum:
+        write_float(log_sum, np.float32(read_float(state) * unit * LN_2 + math.log(total)))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -143,9 +162,8 @@ def deliver(
         copy_bytes(read_int64(header + PART_STATES) + place * 8, state, 8)
         return
     row = read_int64(query + QUERY_ROW)
-    log_sum = finish(tag, sums, state, out + row * out_row + q_head * out_head, D, unit)
-    if lse:
-        write_float(lse + row * lse_row + q_head * 4, log_sum)
+    log_sum = lse + row * lse_row + q_head * 4 if lse else 0
+    finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum, unit)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -180,6 +198,5 @@ def merge_if_last(
         sums, state = part_sums + (place * H + q_head) * D * 4, part_states + (place * H + q_head) * 8
         for part in range(1, parts):
             fold(sums, state, sums + part * H * D * 4, state + part * H * 8, D, unit)
-        log_sum = finish(tag, sums, state, out + row * out_row + q_head * out_head, D, unit)
-        if lse:
-            write_float(lse + row * lse_row + q_head * 4, log_sum)
+        log_sum = lse + row * lse_row + q_head * 4 if lse else 0
+        finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum, unit)

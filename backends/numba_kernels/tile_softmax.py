@@ -26,6 +26,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from backends.numba_kernels.parts import emit_fold_row, emit_fold_states
 from backends.numba_kernels.vectors import (
     F32,
     I32,
@@ -40,6 +41,7 @@ from backends.numba_kernels.vectors import (
     constant,
     emit_at,
     emit_exp,
+    emit_exp2,
     emit_fma,
     emit_load,
     emit_maximum,
@@ -55,12 +57,13 @@ GROUPS = 4  # of keys in a pass
 PASS_KEYS = GROUPS * LANES
 TILE_BYTES = 1024  # 16 rows of 64 bytes
 
+L2 = 2
+
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-_NO_SCORE = -1e30
-# 2 ** r on [-1/2, 1/2] with relative error 9e-8, exact at 0; fitted by reweighted least squares.
-_EXP2 = (0.6931469775957919, 0.24022242081005585, 0.05550733746587652, 0.009671512910237252, 0.0013264726891831723)
+# A maximum follows the scores only when they pass it by so much (base 2): sums hardly ever have to shrink, and weights stay under 256.
+_SLACK = 8.0
 
 
 def _tile(number: int) -> Value:
@@ -79,21 +82,14 @@ def _store_tile(b: Builder, number: int, address: Value, stride: Value) -> None:
     _call(b, "tilestored64", _tile(number), b.inttoptr(address, _POINTER), stride)
 
 
+def _ask(b: Builder, address: Value) -> None:
+    """Ask for the cache line at an address, into L2: nearer, what is asked for would push out what is in use."""
+    ask = get_function(b, "llvm.prefetch.p0", ir.VoidType(), [_POINTER, I32, I32, I32])
+    b.call(ask, [b.inttoptr(address, _POINTER), I32(0), I32(L2), I32(1)])
+
+
 def _lanes(b: Builder, x: Value, order: list[int]) -> Value:
     return b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, len(order)), order))
-
-
-def _emit_exp2(b: Builder, x: Value) -> Value:
-    """2 ** x for x ≤ 0; below -125 exactly 0; NaN stays NaN."""
-    magic = constant(1.5 * 2**23 + 127)  # adding it rounds, and leaves the exponent of the power in the low bits
-    rounded = b.fadd(x, magic)
-    rest = b.fsub(x, b.fsub(rounded, magic))
-    result = constant(_EXP2[-1])
-    for coefficient in (*_EXP2[-2::-1], 1.0):
-        result = emit_fma(b, result, rest, constant(coefficient))
-    power = b.bitcast(b.shl(b.bitcast(rounded, VI), ir.Constant(VI, [23] * LANES)), VF)
-    is_seen = b.fcmp_unordered(">=", x, constant(-125.0))
-    return b.select(is_seen, b.fmul(result, power), constant(0.0))
 
 
 @intrinsic
@@ -182,23 +178,64 @@ def add_values(
 
 
 @intrinsic
-def pair_values(typing_context: Any, first: Any, second: Any, target: Any, count: Any) -> Any:
-    """Interleave two rows of `count` bfloat16 (a multiple of 32) into words, within each 128 bits: see `order_columns`."""
-    low = [4 * 2 * (i // 8) + i % 8 // 2 + 2 * LANES * (i % 2) for i in range(2 * LANES)]
+def pair_values(typing_context: Any, source: Any, stride: Any, written: Any, target: Any, count: Any) -> Any:
+    """Interleave 16 rows of `count` bfloat16 (a multiple of 32), two by two, into 8 rows of words; within each 128 bits, see `order_columns`.
+
+    Only the first `written` rows are read; the last of them stands for the others, because zero times NaN is NaN.
+    """
+    low = [8 * (i // 8) + i % 8 // 2 + 2 * LANES * (i % 2) for i in range(2 * LANES)]
     high = [lane + 4 for lane in low]
     order = ir.VectorType(I32, 2 * LANES)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        first, second, target, count = arguments
-        with cgutils.for_range_slice(b, I64(0), count, I64(2 * LANES), intp=I64) as (i, _):
-            at = b.shl(i, I64(1))
-            x, y = emit_load(b, b.add(first, at), _HALVES), emit_load(b, b.add(second, at), _HALVES)
-            words = b.add(target, b.shl(i, I64(2)))
-            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, low)), words)
-            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, high)), emit_at(b, words, 64))
+        source, stride, written, target, count = arguments
+        words = b.shl(count, I64(2))
+        with b.if_else(b.icmp_signed("==", written, I64(LANES))) as (whole, partial):
+            for branch in (whole, partial):
+                with branch:
+                    rows = []
+                    for t in range(LANES):
+                        place = I64(t)
+                        if branch is partial:
+                            last = b.sub(written, I64(1))
+                            place = b.select(b.icmp_signed("<", place, last), place, last)
+                        rows.append(b.add(source, b.mul(place, stride)))
+                    targets = [b.add(target, b.mul(words, I64(pair))) for pair in range(LANES // 2)]
+                    with cgutils.for_range_slice(b, I64(0), count, I64(2 * LANES), intp=I64) as (i, _):
+                        at, to = b.shl(i, I64(1)), b.shl(i, I64(2))
+                        for pair in range(LANES // 2):
+                            x, y = (emit_load(b, b.add(row, at), _HALVES) for row in rows[2 * pair : 2 * pair + 2])
+                            place = b.add(targets[pair], to)
+                            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, low)), place)
+                            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, high)), emit_at(b, place, 64))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 4), generate
+    return types.void(*[types.int64] * 5), generate
+
+
+@intrinsic
+def fold_lanes(
+    typing_context: Any, sums: Any, state: Any, other_sums: Any, other_state: Any, rows: Any, columns: Any
+) -> Any:
+    """`parts.fold` for up to 16 rows of sums [16, columns], states as in `weigh_lanes`; base 2."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        sums, state, other_sums, other_state, rows, columns = arguments
+        old, other = ([emit_load(b, emit_at(b, at, offset), VF) for offset in (0, 64)] for at in (state, other_state))
+        highest, total, factor, other_factor = emit_fold_states(b, old[0], other[0], old[1], other[1], constant(1.0))
+        # What the other state holds is used up: it has room for the factors.
+        for at, x in ((state, highest), (emit_at(b, state, 64), total)):
+            emit_store(b, x, at)
+        emit_store(b, factor, other_state)
+        emit_store(b, other_factor, emit_at(b, other_state, 64))
+        stride = b.shl(columns, I64(2))
+        with cgutils.for_range_slice(b, I64(0), rows, I64(1), intp=I64) as (row, _):
+            at, lane = b.mul(row, stride), b.add(other_state, b.shl(row, I64(2)))
+            factors = [emit_splat(b, emit_load(b, emit_at(b, lane, offset), F32), VF) for offset in (0, 64)]
+            emit_fold_row(b, b.add(sums, at), b.add(other_sums, at), columns, factors[0], factors[1])
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic
@@ -231,22 +268,28 @@ def weigh_lanes(
     is_masked: Any,
     start: Any,
     limits: Any,
-    factor: Any,
+    scale: Any,
     cap: Any,
     state: Any,
     scales: Any,
+    ahead: Any,
+    stride: Any,
+    row_bytes: Any,
 ) -> Any:
     """Online softmax of a pass: scores (see `score_keys`, overwritten) → weights in tiles as `add_values` takes them.
 
     `width` (4, 8, 16): lanes for different rows. `words`: 16 rows of 16 words to work in. `is_masked`: some lane does not see some key;
-    lane i sees keys limits[i] … limits[16 + i] (int32), the pass begins at key `start`. Scores are multiplied by `factor`, which has
-    log2(e) in it; if `cap` > 0 they become cap * tanh(score / cap) after a multiplication without it. `state`: maxima (base 2) and sums,
-    16 lanes each, updated, followed by room for the factors by which earlier sums must shrink. For a `kind` with scales, `scales` is
-    the address of 64 for the keys and 64 for the values. Returns whether any factor is not 1.
+    lane i sees keys limits[i] … limits[16 + i] (int32), the pass begins at key `start`. Scores are multiplied by `scale` > 0; if `cap` > 0
+    they become cap * tanh(score / cap). `state`: maxima (base 2) and sums, 16 lanes each, updated, followed by room for the factors by
+    which earlier sums must shrink. For a `kind` with scales, `scales` is the address of 64 for the keys and 64 for the values.
+
+    Meanwhile the memory of the next pass is asked for, bit by bit, because no more than some 16 requests can be under way: `ahead`, unless
+    it is 0, is the address of the 4 + 4 addresses of its groups of keys and of values, rows of `row_bytes` bytes `stride` bytes apart.
+    Returns whether any factor is not 1.
     """
     signature = types.boolean(
         kind, *[types.int64] * 4, types.boolean, types.boolean, types.int64, types.int64,
-        types.float32, types.float32, types.int64, types.int64,
+        types.float32, types.float32, *[types.int64] * 5,
     )  # fmt: skip
     is_scaled = has_scales(kind)
 
@@ -283,10 +326,13 @@ def _emit_weigh(
     is_masked: Value,
     start: Value,
     limits: Value,
-    factor: Value,
+    scale: Value,
     cap: Value,
     state: Value,
     scales: Value,
+    ahead: Value,
+    stride: Value,
+    row_bytes: Value,
 ) -> Value:
     """Emit `weigh_lanes` for one width. A vector holds one key of each of `LANES // width` groups."""
     together = LANES // width
@@ -294,15 +340,16 @@ def _emit_weigh(
     first_group = [lane // width for lane in range(LANES)]
     # Fewer groups than share a vector cannot be left out; they are masked.
     count = b.select(is_half, I64(num_vectors // 2 or 1), I64(num_vectors))
-    wide_factor, wide_cap = emit_splat(b, factor, VF), emit_splat(b, cap, VF)
     has_cap = b.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
-    is_special = b.or_(has_cap, is_masked)
+    to_base_2 = ir.Constant(F32, 1 / math.log(2))
+    factor = emit_splat(b, b.select(has_cap, to_base_2, b.fmul(scale, to_base_2)), VF)
+    wide_scale, wide_cap = emit_splat(b, scale, VF), emit_splat(b, cap, VF)
     lowest, highest = emit_load(b, limits, VI), emit_load(b, emit_at(b, limits, 64), VI)
     old = emit_load(b, state, VF)
     start_lanes = b.add(
         emit_splat(b, b.trunc(start, I32), VI), ir.Constant(VI, [LANES * group for group in first_group])
     )
-    best = cgutils.alloca_once_value(b, old)
+    best = cgutils.alloca_once_value(b, constant(-math.inf))
     zero, one = I64(0), I64(1)
 
     def spread(base: Value, key: Value) -> Value:
@@ -314,38 +361,55 @@ def _emit_weigh(
             result = b.select(_mask([g == group for g in first_group]), other, result)
         return result
 
-    with cgutils.for_range_slice(b, zero, count, one, intp=I64) as (vector, _):
-        tile = b.add(scores, b.mul(vector, I64(together * TILE_BYTES)))
-        with cgutils.for_range_slice(b, zero, I64(LANES), one, intp=I64) as (j, _):
-            at = b.add(tile, b.shl(j, I64(6)))
-            x = emit_load(b, at, VF)
-            for group in range(1, together):
-                other = emit_load(b, emit_at(b, at, group * TILE_BYTES), VF)
-                x = b.select(_mask([g == group for g in first_group]), other, x)
-            if is_scaled:
-                x = b.fmul(x, spread(scales, b.add(b.mul(vector, I64(together * LANES)), j)))
-            plain = b.fmul(x, wide_factor)
-            before = b.block
-            special, after = b.append_basic_block("special"), b.append_basic_block("plain")
-            b.cbranch(is_special, special, after)
-            b.position_at_end(special)
-            key = b.add(b.mul(vector, I64(together * LANES)), j)
-            keys = b.add(start_lanes, emit_splat(b, b.trunc(key, I32), VI))
-            is_seen = b.and_(b.icmp_signed(">=", keys, lowest), b.icmp_signed("<=", keys, highest))
-            capped = _emit_cap(b, plain, has_cap, wide_cap)
-            masked = b.select(is_seen, capped, constant(2 * _NO_SCORE))
-            special_end = b.block
-            b.branch(after)
-            b.position_at_end(after)
-            score = b.phi(VF)
-            score.add_incoming(plain, before)
-            score.add_incoming(masked, special_end)
-            emit_store(b, score, at)
-            b.store(emit_maximum(b, score, b.load(best)), best)
-    new = b.load(best)
+    def fetch(vector: Value | int, side: int, rows: list[Value]) -> None:
+        """Ask for rows of the next pass's keys (0) or values (1), of the groups of a vector."""
+        with b.if_then(b.icmp_signed("!=", ahead, zero)):
+            first = I64(vector * together) if isinstance(vector, int) else b.mul(vector, I64(together))
+            for group in range(together):
+                at = b.add(ahead, b.shl(b.add(first, I64(side * GROUPS + group)), I64(3)))
+                base = emit_load(b, at, I64)
+                for row in rows:
+                    place = b.add(base, b.mul(row, stride))
+                    _ask(b, place)
+                    _ask(b, emit_at(b, place, 64))
+                    with cgutils.for_range_slice(b, I64(128), row_bytes, I64(64), intp=I64) as (i, _):
+                        _ask(b, b.add(place, i))
+
+    def find_best(is_special: bool) -> None:
+        """Gather the scores of a vector's lanes, see to caps and masks, and find each lane's maximum before the multiplication."""
+        with cgutils.for_range_slice(b, zero, count, one, intp=I64) as (vector, _):
+            tile = b.add(scores, b.mul(vector, I64(together * TILE_BYTES)))
+            first_key = b.mul(vector, I64(together * LANES))
+            with cgutils.for_range_slice(b, zero, I64(LANES), one, intp=I64) as (j, _):
+                at, key = b.add(tile, b.shl(j, I64(6))), b.add(first_key, j)
+                fetch(vector, 0, [j])
+                x = emit_load(b, at, VF)
+                for group in range(1, together):
+                    other = emit_load(b, emit_at(b, at, group * TILE_BYTES), VF)
+                    x = b.select(_mask([g == group for g in first_group]), other, x)
+                if is_scaled:
+                    x = b.fmul(x, spread(scales, key))
+                if is_special:
+                    keys = b.add(start_lanes, emit_splat(b, b.trunc(key, I32), VI))
+                    is_seen = b.and_(b.icmp_signed(">=", keys, lowest), b.icmp_signed("<=", keys, highest))
+                    x = b.select(is_seen, _emit_cap(b, x, has_cap, wide_scale, wide_cap), constant(-math.inf))
+                if is_special or is_scaled or together > 1:
+                    emit_store(b, x, at)
+                b.store(emit_maximum(b, x, b.load(best)), best)
+
+    with b.if_else(b.or_(has_cap, is_masked)) as (special, plain):
+        with special:
+            find_best(True)
+        with plain:
+            find_best(False)
+    highest_score = b.load(best)
     for step in (4, 8):
         if step >= width:
-            new = emit_maximum(b, new, _lanes(b, new, [lane ^ step for lane in range(LANES)]))
+            turned = _lanes(b, highest_score, [lane ^ step for lane in range(LANES)])
+            highest_score = emit_maximum(b, highest_score, turned)
+    new = b.fmul(highest_score, factor)
+    new = b.select(b.fcmp_ordered(">", new, b.fadd(old, constant(_SLACK))), new, old)
+    minus_new = b.fneg(new)
 
     totals = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(num_vectors)]
     for vector in range(num_vectors):
@@ -353,10 +417,11 @@ def _emit_weigh(
             tile = emit_at(b, scores, vector * together * TILE_BYTES)
             row = emit_at(b, words, vector % 2 * (LANES // 2) * 64)
             with cgutils.for_range_slice(b, zero, I64(LANES // 2), one, intp=I64) as (pair, _):
+                fetch(vector, 1, [b.shl(pair, one), b.add(b.shl(pair, one), one)])
                 pair_weights = []
                 for odd in (0, 1):
                     at = emit_at(b, b.add(tile, b.shl(pair, I64(7))), 64 * odd)
-                    weight = _emit_exp2(b, b.fsub(emit_load(b, at, VF), new))
+                    weight = emit_exp2(b, emit_fma(b, emit_load(b, at, VF), factor, minus_new))
                     b.store(b.fadd(b.load(totals[vector]), weight), totals[vector])
                     if is_scaled:
                         key = emit_at(b, b.shl(pair, one), vector * together * LANES + odd)
@@ -377,7 +442,7 @@ def _emit_weigh(
             added = [b.fadd(x, _lanes(b, x, [lane ^ step for lane in range(LANES)])) for x in added]
     while len(added) > 1:
         added = [b.fadd(added[i], added[i + 1]) for i in range(0, len(added), 2)]
-    shrink = _emit_exp2(b, b.fsub(old, new))
+    shrink = emit_exp2(b, b.fsub(old, new))
     sums_at = emit_at(b, state, 64)
     emit_store(b, new, state)
     emit_store(b, b.fadd(b.fmul(emit_load(b, sums_at, VF), shrink), added[0]), sums_at)
@@ -390,17 +455,16 @@ def _mask(chosen: list[bool]) -> Value:
     return ir.Constant(ir.VectorType(ir.IntType(1), LANES), [int(is_chosen) for is_chosen in chosen])
 
 
-def _emit_cap(b: Builder, score: Value, has_cap: Value, cap: Value) -> Value:
-    """cap * tanh(score / cap) * log2(e) if there is a cap: tanh(y) = 1 - 2 / (exp(2 y) + 1), held where exp does not overflow."""
+def _emit_cap(b: Builder, score: Value, has_cap: Value, scale: Value, cap: Value) -> Value:
+    """cap * tanh(score * scale / cap) if there is a cap: tanh(y) = 1 - 2 / (exp(2 y) + 1), held where exp does not overflow."""
     before = b.block
     capping, after = b.append_basic_block("capping"), b.append_basic_block("capped")
     b.cbranch(has_cap, capping, after)
     b.position_at_end(capping)
-    y = b.fdiv(score, cap)
+    y = b.fdiv(b.fmul(score, scale), cap)
     y = b.select(b.fcmp_ordered(">", y, constant(20.0)), constant(20.0), y)
     e = emit_exp(b, b.fadd(y, y))
-    bounded = b.fsub(constant(1.0), b.fdiv(constant(2.0), b.fadd(e, constant(1.0))))
-    bounded = b.fmul(b.fmul(cap, bounded), constant(1 / math.log(2)))
+    bounded = b.fmul(cap, b.fsub(constant(1.0), b.fdiv(constant(2.0), b.fadd(e, constant(1.0)))))
     b.branch(after)
     b.position_at_end(after)
     result = b.phi(VF)
