@@ -1,18 +1,15 @@
 """Attention over blocks on the CPU, with compiled kernels; float32, bfloat16, int8 and fp8 pools. The kernels stand in `backends.numba_kernels`.
 
-A plan cuts the step into tiles whose shapes depend on each sequence alone: runs of queries for prefill, runs of keys (merged in a fixed
-order) for a decode with a long context. Invariant: neighbours in the batch and the number of threads never change a bit of a result.
+A plan cuts the step into tiles by whatever is fastest, and kernels see to it that the cutting does not show. Invariant: neighbours in the
+batch, the number of queries computed together and the number of threads never change a bit of a row's result.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import MappingProxyType
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -21,38 +18,14 @@ from backends.kv_cache import KVCacheSpec
 from backends.numba_kernels.attention import attend_kernel
 from backends.numba_kernels.attention_tiles import attend_tiles_kernel
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
-from backends.numba_kernels.parts import HEADER_FIELDS, PART_KEYS, QUERY_FIELDS, TILE_FIELDS
 from backends.numba_kernels.quantised import FP8, INT8, PLAIN
 from backends.numba_kernels.storing import store_kernel, store_quantised_kernel
 from backends.numba_kernels.threads import Kernel, describe_threads
 from backends.numba_kernels.vectors import HAS_BF16_DOT, HAS_WIDE
-
-# Rows of (query, head) in a tile: enough that packing keys costs a few percent, few enough that the tile stays in L2.
-TILE_ROWS = 48
-# Decodes are cut into parts until each thread has so many tiles of about the same size.
-TILES_PER_THREAD = 4
+from backends.numba_plan import NumbaPlan, make_plan
 
 _DTYPES = (torch.float32, torch.bfloat16)
 _ELEMENTS: Mapping[torch.dtype | None, str] = MappingProxyType({torch.int8: INT8, torch.float8_e4m3fn: FP8})
-
-
-@dataclass(frozen=True, slots=True)
-class NumbaPlan:
-    """One step as kernels read it, see `numba_kernels.parts`. `header` holds addresses of the other arrays and must not outlive them.
-
-    Launches that were recorded with this plan compute another step once its header has been copied into this one's.
-    """
-
-    header: npt.NDArray[np.int64]  # [HEADER_FIELDS]
-    address: int  # of the header
-    tiles: npt.NDArray[np.int64]  # [tiles, TILE_FIELDS]
-    queries: npt.NDArray[np.int64]  # [T, QUERY_FIELDS]
-    slots: Tensor  # [T] int64
-    tables: Tensor  # [S, max_blocks] int32
-    part_sums: Tensor  # [places, widest H * D] float32
-    part_states: Tensor  # [places, widest H, 2] float32
-    parts_done: npt.NDArray[np.int64]  # [T, widest Hkv], zero between launches
-    num_threads: int
 
 
 class NumbaCpuBackend:
@@ -93,68 +66,8 @@ class NumbaCpuBackend:
             store_kernel()
 
     def plan(self, meta: AttentionMetadata, layers: Sequence[AttentionLayer]) -> NumbaPlan:
-        """Cut the step into tiles of at most TILE_ROWS rows, and long decodes into parts where threads would else be idle.
-
-        How a row's keys are cut into tiles changes no bit of its result (see `numba_kernels.parts`).
-        """
-        starts: list[int] = meta.query_start_loc.tolist()
-        lengths: list[int] = meta.seq_lens.tolist()
-        T, num_threads = meta.num_tokens, torch.get_num_threads()
-        table_bytes = meta.block_tables.stride(0) * 4
-        run = max(1, TILE_ROWS // max((layer.num_heads // layer.num_kv_heads for layer in layers), default=1))
-        share = max(PART_KEYS * 3 // 2, sum(lengths) // (TILES_PER_THREAD * num_threads))
-        tiles: list[tuple[int, ...]] = []
-        queries = np.zeros((T, QUERY_FIELDS), np.int64)  # row of q, position, place of its first part, number of parts
-        queries[:, 0] = np.arange(T)
-        num_places = longest = 0
-        for s, length in enumerate(lengths):
-            row, count = starts[s], starts[s + 1] - starts[s]
-            position, table = length - count, s * table_bytes
-            queries[row : row + count, 1] = np.arange(position, length)
-            longest = max(longest, min(run, count))
-            if 0 < count <= run and length > share:
-                parts = (length + PART_KEYS - 1) // PART_KEYS
-                for part in range(parts):
-                    first = part * PART_KEYS
-                    tiles.append((row, count, first, min(first + PART_KEYS, length), table, part + 1))
-                queries[row : row + count, 2] = num_places + np.arange(count) * parts
-                queries[row : row + count, 3] = parts
-                num_places += parts * count
-                continue
-            # The last queries of a prompt see the most keys: they go first, so that no thread starts the longest tile last.
-            for first in range((count - 1) // run * run, -1, -run):
-                size = min(run, count - first)
-                tiles.append((row + first, size, 0, max(position + first + size, 0), table, 0))
-        # Rows that belong to no sequence stand at no position and see no key: they become zeros.
-        for row in range(starts[-1], T, run):
-            queries[row : row + run, 1] = -1
-            tiles.append((row, min(run, T - row), 0, 0, 0, 0))
-            longest = max(longest, min(run, T - row))
-        width = max((layer.num_heads * layer.head_size for layer in layers), default=0) if num_places else 0
-        heads = max((layer.num_heads for layer in layers), default=0) if num_places else 0
-        tile_array = np.array(tiles, dtype=np.int64).reshape(-1, TILE_FIELDS)
-        part_sums, part_states = torch.empty(num_places, width), torch.empty(num_places, heads, 2)
-        parts_done = np.zeros(T * heads, np.int64)
-        header = np.array(
-            (
-                meta.slot_mapping.data_ptr(), meta.block_tables.data_ptr(), tile_array.ctypes.data, len(tiles),
-                queries.ctypes.data, part_sums.data_ptr(), part_states.data_ptr(), parts_done.ctypes.data, T, longest,
-            ),
-            dtype=np.int64,
-        )  # fmt: skip
-        assert len(header) == HEADER_FIELDS
-        return NumbaPlan(
-            header=header,
-            address=header.ctypes.data,
-            tiles=tile_array,
-            queries=queries,
-            slots=meta.slot_mapping,
-            tables=meta.block_tables,
-            part_sums=part_sums,
-            part_states=part_states,
-            parts_done=parts_done,
-            num_threads=num_threads,
-        )
+        """Cut the step into tiles, see `numba_plan`."""
+        return make_plan(meta, layers, torch.get_num_threads())
 
     def load_plan(self, captured: NumbaPlan, step: NumbaPlan) -> None:
         """Copy the header: all that launches know of a plan is where it stands."""

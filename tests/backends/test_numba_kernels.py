@@ -7,9 +7,11 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +25,8 @@ from backends.numba_kernels.attention import attend_kernel
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.parts import PART_KEYS
 from backends.numba_kernels.vectors import keep
-from tests.backends.steps import LSE_TOLERANCE, TOLERANCE, Shape, assert_rows_agree, attend, expected, make_step
+from backends.numba_plan import TILE_ROWS, make_plan
+from tests.backends.steps import LSE_TOLERANCE, TOLERANCE, Shape, Step, assert_rows_agree, attend, expected, make_step
 
 SHAPE = Shape(6, 2, 64, 16)
 
@@ -149,34 +152,92 @@ def test_vectors_and_matrix_tiles_agree_for_every_number_of_query_heads(
             assert ((lse - wanted_lse).abs() <= LSE_TOLERANCE * (1 + wanted_lse.abs())).all()
 
 
+def share_blocks(step: Step, groups: Sequence[tuple[Sequence[int], int]]) -> Step:
+    """Let the members of each group begin with the first so many blocks of the first of them."""
+    tables = step.meta.block_tables.clone()
+    for members, num_blocks in groups:
+        tables[list(members), :num_blocks] = tables[members[0], :num_blocks].clone()
+    return replace(step, meta=replace(step.meta, block_tables=tables))
+
+
+@pytest.mark.parametrize("quantised", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("has_tiles", [True, False])
+@pytest.mark.parametrize("options", [{}, {"window": 280, "soft_cap": 6.0}])
+def test_sequences_that_share_blocks_get_the_bits_they_get_alone(
+    options: dict[str, Any], has_tiles: bool, quantised: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared beginnings are read once for all; windows leave some of them unseen, other sequences stand between, one has its group alone."""
+    if has_tiles and not has_matrix_tiles():
+        pytest.skip("this processor has no matrix tiles")
+    monkeypatch.setattr(numba_cpu, "has_matrix_tiles", lambda: has_tiles)
+    backend = NumbaCpuBackend()
+    kinds = [(1, 600), (1, 40), (2, 530), (1, 513), (1, 900), (1, 515), (1, 777), (3, 260), (1, 300), (20, 560)]
+    first = make_step(SHAPE, kinds, torch.bfloat16, quantised=quantised)
+    step = share_blocks(first, [((0, 2, 3, 5, 9), 32), ((4, 6, 8), 16), ((7, 1), 1)])
+    layer = step.layer(**options)
+    plan = backend.plan(step.meta, [layer])
+    firsts = [(tile[1], tile[3]) for tile in plan.tiles.tolist() if tile[0] >= len(step.q)]
+    assert firsts == [(5, 512), (3, 256)]
+    out, lse = attend(backend, step, layer)
+    start = 0
+    for s, (count, length) in enumerate(kinds):
+        rows = slice(start, start + count)
+        start += count
+        meta = replace(
+            step.meta,
+            query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+            seq_lens=torch.tensor([length], dtype=torch.int32),
+            block_tables=step.meta.block_tables[s : s + 1],
+            slot_mapping=step.meta.slot_mapping[rows],
+        )
+        alone, alone_lse = attend(
+            backend, replace(step, meta=meta, q=step.q[rows], k=step.k[rows], v=step.v[rows]), layer
+        )
+        assert torch.equal(out[rows], alone), f"sequence {s}"
+        assert torch.equal(lse[rows], alone_lse), f"sequence {s}"
+
+
 @pytest.mark.parametrize("num_threads", [1, 2, 16])
-def test_a_plan_covers_every_key_of_every_row_once(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And only the first tile of a row may hold more than one part, because parts are folded from the first on."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+def test_a_plan_covers_every_key_of_every_row_once(num_threads: int) -> None:
+    """In blocks of its own table; and only the first tile of a row may hold more than one part, because parts are folded from the first on."""
     chooser = random.Random(num_threads)
-    for _ in range(30):
+    num_shared = 0
+    for _ in range(60):
         sequences = []
-        for _ in range(chooser.randrange(1, 12)):
+        for _ in range(chooser.randrange(1, 20)):
             length = chooser.choice([1, 15, 255, 256, 257, 384, 385, 1000, 3000])
-            sequences.append((min(length, chooser.choice([0, 1, 1, 1, 3, 16, 17, 200])), length))
+            sequences.append((min(length, chooser.choice([0, 1, 1, 1, 3, 5, 16, 17, 200])), length))
         step = make_step(SHAPE, sequences, torch.bfloat16, spare_rows=chooser.randrange(3))
-        plan = NumbaCpuBackend().plan(step.meta, [step.layer()])
+        long = [s for s, (_, length) in enumerate(sequences) if length >= 384]
+        halves = [half for half in (long[::2], long[1::2]) if half]
+        step = share_blocks(step, [(half, chooser.choice([15, 16, 24])) for half in halves])
+        plan = make_plan(step.meta, [step.layer()], num_threads)
+        tables = step.meta.block_tables
+        owners = [s for s, (count, _) in enumerate(sequences) for _ in range(count)]
         seen: dict[int, list[tuple[int, int, int]]] = {row: [] for row in range(len(step.q))}
-        for first_query, count, first, last, _, part in plan.tiles.tolist():
+        for first_query, count, first, last, table, part in plan.tiles.tolist():
+            num_shared += first_query >= len(step.q)
+            assert count * 3 <= TILE_ROWS
             for row, position, place, parts in plan.queries[first_query : first_query + count].tolist():
-                seen[row].append((first, min(last, position + 1), part))
+                end = min(last, position + 1)
+                seen[row].append((first, end, part))
                 assert part <= parts
                 assert part == 0 or place + part <= len(plan.part_sums)
+                if first < end:
+                    used = slice(first // 16, (end + 15) // 16)
+                    assert torch.equal(tables[table // (4 * tables.stride(0)), used], tables[owners[row], used])
         ends = [length - count + i + 1 for count, length in sequences for i in range(count)]
         for row, spans in seen.items():
             spans.sort()
-            wanted_end = ends[row] if row < len(ends) else 0
             assert spans[0][0] == 0
-            assert max(last for _, last, _ in spans) == wanted_end
+            assert spans[-1][1] == (ends[row] if row < len(ends) else 0)
             assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
             assert all(first % PART_KEYS == 0 and last - first <= PART_KEYS for first, last, _ in spans[1:])
             assert len(spans) == max(1, plan.queries[row, 3])
             assert [part for *_, part in spans] == (list(range(1, len(spans) + 1)) if plan.queries[row, 3] else [0])
+        places = [place + i for _, _, place, parts in plan.queries[: len(step.q)].tolist() for i in range(parts)]
+        assert sorted(places) == list(range(len(plan.part_sums)))
+    assert num_shared > 10
 
 
 def test_preparing_names_what_is_compiled() -> None:
