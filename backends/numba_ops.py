@@ -18,6 +18,7 @@ from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kern
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.packing import pack_kernel
 from backends.numba_kernels.rows import gate_kernel, norm_kernel, rotary_kernel, scale_kernel
+from backends.numba_kernels.threads import Kernel
 from backends.numba_quantised import QuantisedLinear, can_pack
 from backends.ops import Activation, Linear, TorchOps, Weight
 from backends.quantised_weights import QuantisedWeight
@@ -50,8 +51,7 @@ class PackedLinear:
         self._bias = None if bias is None else bias.float().contiguous()
         self._address = self._packed.data_ptr()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        fits = K % (2 * STEP_WORDS) == 0 and has_tiles
-        self._launch = linear_kernel(fits and has_matrix_tiles()).launch
+        self._launch = _kernel(K, has_tiles).launch
 
     def _panels(self, first: int, last: int) -> Tensor:
         """View outputs first … last - 1 as [panels, K / 2, outputs of a panel, 2]."""
@@ -92,28 +92,26 @@ class PackedLinear:
 class PackedGatedLinear:
     """Gate and up weights [2 I, K] in panels of 16 of each, the only copy that is kept; callable as x [T, K] → activation(gate) * up [T, I].
 
-    For matrix tiles: the activation is computed beside the products. The numbers are those of a product and an activation one after the
-    other, to the bit.
+    The numbers are those of a product and an activation one after the other, to the bit.
     """
 
     __slots__ = ("_bias", "_bias_address", "_kind", "_launch", "_packed", "num_inputs", "num_outputs")
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation) -> None:
-        """Pack; raises nothing, see `takes`."""
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, has_tiles: bool = True) -> None:
+        """Pack what `takes` allows; on matrix tiles or vectors as `PackedLinear`."""
         N, K = weight.shape
         self.num_outputs, self.num_inputs = N // 2, K
         self._packed = _pack(weight, N // 2)
         self._bias = None if bias is None else bias.float().view(2, -1, PANEL // 2).transpose(0, 1).contiguous()
         self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
         self._kind = GATES[activation]
-        self._launch = linear_kernel(True).launch
+        self._launch = _kernel(K, has_tiles).launch
 
     @staticmethod
     def takes(weight: Tensor, activation: Activation) -> bool:
-        """Say whether `weight` can be packed here and multiplied on this processor."""
+        """Say whether `weight` and `activation` can be computed so."""
         N, K = weight.shape
-        fits = weight.dtype == torch.bfloat16 and N % PANEL == 0 and K % (2 * STEP_WORDS) == 0
-        return fits and activation in GATES and has_matrix_tiles()
+        return weight.dtype == torch.bfloat16 and N % PANEL == 0 and K % 2 == 0 and activation in GATES
 
     def __call__(self, x: Tensor) -> Tensor:
         """Multiply, activate, multiply."""
@@ -128,6 +126,10 @@ class PackedGatedLinear:
             y.data_ptr(), width * 2, T, 2 * width, self.num_inputs // 2, threads, self._kind,
         )  # fmt: skip
         return y
+
+
+def _kernel(K: int, has_tiles: bool) -> Kernel:
+    return linear_kernel(has_tiles and K % (2 * STEP_WORDS) == 0 and has_matrix_tiles())
 
 
 def _pack(weight: Tensor, distance: int = 0) -> Tensor:
@@ -167,7 +169,7 @@ class NumbaOps(TorchOps):
         return PackedLinear(weight, bias)
 
     def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
-        """Activate beside the product where there are matrix tiles."""
+        """Activate where the product is computed, while its sums are at hand."""
         if not isinstance(weight, QuantisedWeight) and PackedGatedLinear.takes(weight, activation):
             return PackedGatedLinear(weight, bias, activation)
         return super().pack_gated_linear(weight, bias, activation)

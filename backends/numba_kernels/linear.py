@@ -4,9 +4,9 @@ Layout of a packed weight [N, K] (N a multiple of 16, K even): panel p holds out
 of one 32-bit word per output, two neighbouring values of k in a word. So a launch reads every weight once, in address order, and neither
 vectors nor matrix tiles need transposes or sums over lanes. Invariant: an output depends on its own row of x alone, bit for bit.
 
-Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, number of threads. There are two
-bodies of them: one for matrix tiles, K a multiple of 32, and one for vectors. The first has one more argument, an activation: with one
-(not NONE), the first 16 outputs of a panel gate the others, and y is [T, N / 2] of their products, N a multiple of 32.
+Arguments: counter, x, x row stride, packed, bias (float32, zero for none), y, y row stride, T, N, K/2, number of threads, activation. With
+an activation (not NONE), the first 16 outputs of a panel gate the others, and y is [T, N / 2] of their products, N a multiple of 32. There
+are two bodies: one for matrix tiles, K a multiple of 32, and one for vectors.
 
 With few rows, an item is a panel, which is read from memory once and in order. With many, it is a block that stays in the second-level
 cache, and memory would idle while later rows meet a panel that is there already. So the thread's next panels are fetched meanwhile; with
@@ -40,7 +40,6 @@ from backends.numba_kernels.vectors import (
     read_int64,
     take_next,
     write_float,
-    write_row,
 )
 
 PANEL = 32  # outputs of a panel
@@ -179,7 +178,7 @@ def _linear_vectors(arguments: int, tag: Any) -> None:
     packed, bias = read_int64(arguments + 24), read_int64(arguments + 32)
     y, y_stride = read_int64(arguments + 40), read_int64(arguments + 48)
     T, N, steps = read_int64(arguments + 56), read_int64(arguments + 64), read_int64(arguments + 72)
-    num_threads = read_int64(arguments + 80)
+    num_threads, activation = read_int64(arguments + 80), read_int64(arguments + 88)
     panels_per_item, rows_per_item = 1, max(T, 1)
     if T > STREAM_ROWS:
         # The speed hardly depends on a block's size, so it is small, to leave every thread a fair share of a prompt of 64 tokens.
@@ -187,8 +186,11 @@ def _linear_vectors(arguments: int, tag: Any) -> None:
     num_panels = (N + PANEL - 1) // PANEL
     panel_items = (num_panels + panels_per_item - 1) // panels_per_item
     num_items = panel_items * ((T + rows_per_item - 1) // rows_per_item)
-    sums = np.empty((MAX_ROWS + 1) * PANEL, np.float32)
+    sums = np.empty((MAX_ROWS + 2) * PANEL, np.float32)
     target = (sums.ctypes.data + 63) // 64 * 64
+    no_bias = target + MAX_ROWS * PANEL * 4
+    for i in range(PANEL):
+        write_float(no_bias + 4 * i, np.float32(-0.0))
     while True:
         item = take_next(arguments)
         if item >= num_items:
@@ -218,11 +220,12 @@ def _linear_vectors(arguments: int, tag: Any) -> None:
                     False,
                     ahead,
                 )
-                for r in range(count):
-                    where = y + (row + r) * y_stride + column * 2
-                    write_row(
-                        tag, target + r * PANEL * 4, where, width, np.float32(1), bias + column * 4 if bias else 0
-                    )
+                shift = bias + column * 4 if bias else no_bias
+                where = y + row * y_stride + column * (2 if activation == NONE else 1)
+                if activation == NONE:
+                    write_rows(count, width // 16, target, PANEL * 4, where, y_stride, shift)
+                else:
+                    write_gated_rows(activation, count, target, PANEL * 4, where, y_stride, shift)
     keep(sums)
 
 
