@@ -66,6 +66,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # guesses a sequence and step
     min_ngram: Annotated[int, Meta(ge=1, le=16)] = 1  # tokens that must have stood together before
     max_ngram: Annotated[int, Meta(ge=1, le=16)] = 3  # the longest match counts
+    overlap: bool = True  # plan the next step while one is computed
 
 
 class BackendConfig(Section, frozen=True, kw_only=True):

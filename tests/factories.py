@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,19 @@ from tests.fakes import Choose, FakeRunner, ManualClock, choose_by_hash
 GOLDEN = Path(__file__).parent / "data" / "golden"
 
 GREEDY = SamplingParams(temperature=0.0)
+
+
+_overlaps = ContextVar("overlaps", default=False)
+
+
+@contextmanager
+def overlapping(overlap: bool) -> Iterator[None]:
+    """Let cores that are made without saying so plan ahead, or not; a whole module runs in one mode and then in the other."""
+    token = _overlaps.set(overlap)
+    try:
+        yield
+    finally:
+        _overlaps.reset(token)
 
 
 @cache
@@ -58,7 +72,7 @@ def make_core(
         token_budget=token_budget,
         max_waiting=max_waiting,
         long_prefill_share=long_prefill_share,
-        **scheduler,
+        **({"overlap": _overlaps.get()} | scheduler),
     )
     prefix_cache = PrefixCache(pool, secret=b"test", sub_blocks=sub_blocks) if has_prefix_cache else None
     return EngineCore(config, pool, prefix_cache, max_model_len=max_model_len)

@@ -15,6 +15,7 @@ LEAVES = {"service.messages", "service.errors", "service.config", "service.frame
 CORE = {
     "service.engine.request",
     "service.engine.batch",
+    "service.engine.flight",
     "service.engine.ngram",
     "service.engine.prefixes",
     "service.engine.scheduler",

@@ -1,7 +1,8 @@
 """The engine as the rest of the service sees it: an `EngineClient` over the core, the step thread and the text layer.
 
-One task drives the steps: schedule, submit, wait, apply, hand the news to the streams. While a step computes, the consumers that were
-woken turn tokens into text on the loop, so that work is hidden behind the step. Idle, nothing runs.
+One task drives the steps: schedule, submit, wait, apply, hand the news to the streams. While a step computes, the next one is made
+(where the core lets it, see `flight.py`), and the consumers that were woken turn tokens into text on the loop, so that work is hidden
+behind the step. Idle, nothing runs.
 
 Invariants: every object here belongs to the event loop's thread; a request accepted by `generate` ends in one `Finished` or one raised
 `LooseleafError`, whatever fails; closing the iterator gives its blocks back.
@@ -12,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection
+from typing import NamedTuple
 
 import structlog
 from msgspec import Struct
@@ -60,6 +63,11 @@ class EngineLimits(Struct, frozen=True, kw_only=True):
     slow_consumer_s: float = 30.0
 
 
+class _Step(NamedTuple):
+    batch: StepBatch
+    output: asyncio.Future[StepOutput]
+
+
 class AsyncEngine:
     """Streams generations. `start` it first; `drain` and `stop` end it; one use."""
 
@@ -91,7 +99,9 @@ class AsyncEngine:
         self._request_log = RequestLog(self._metrics, clock)
         self._log: structlog.typing.FilteringBoundLogger = structlog.get_logger()
         self._streams: dict[RequestKey, RequestStream] = {}  # of the requests that the core works on
-        self._wake = asyncio.Event()
+        self._steps: deque[_Step] = deque()  # that the step thread has, oldest first
+        self._has_news = False  # a request has come since the last step was made
+        self._wake = asyncio.Event()  # a request has come, or a step has ended
         self._idle = asyncio.Event()
         self._idle.set()
         self._death = asyncio.Event()
@@ -233,6 +243,7 @@ class AsyncEngine:
         stream = RequestStream(request, key, prompt_token_ids, self._tokenizer, created=created, echo=echo)
         self._streams[key] = stream
         self._idle.clear()
+        self._has_news = True
         self._wake.set()
         return stream
 
@@ -281,19 +292,57 @@ class AsyncEngine:
 
     async def _run(self) -> None:
         try:
-            while not self._is_stopping:
-                self._deliver(self._core.shed())
-                batch = self._core.schedule(self._clock())
-                if batch is None:
-                    self._audit()
-                    self._wake.clear()
-                    await self._wake.wait()
-                else:
-                    await self._step(batch)
+            while not self._is_stopping or self._steps:
+                if self._steps and self._steps[0].output.done():
+                    self._finish_step(self._steps.popleft())
+                if self._has_news:
+                    self._recall_step()
+                if self._is_stopping or not self._start_step():
+                    await self._wait()
         except EngineDead as error:
             self._die(error.message, error)
         except Exception as error:
             self._die(f"the engine met a fault of its own ({type(error).__name__})", error)
+        finally:
+            for step in self._steps:
+                step.output.cancel()  # nobody will take it; one that is done stays as it is
+
+    def _recall_step(self) -> None:
+        """Take back the step made ahead, unless it has begun, for a request that has come since: it should not wait for two."""
+        self._has_news = False
+        if len(self._steps) < 2:
+            return
+        batch, output = self._steps[-1]
+        if not batch.copies and self._executor.recall(output):
+            is_back = self._core.recall(batch.step_id)
+            assert is_back, "the step made ahead is not the newest"
+            self._steps.pop()
+            output.cancel()
+
+    def _start_step(self) -> bool:
+        """Give the step thread its next step, where there is one and it may be made now."""
+        self._deliver(self._core.shed())
+        batch = self._core.schedule(self._clock())
+        if batch is None:
+            return False
+        output = self._executor.submit(batch)
+        output.add_done_callback(lambda _: self._wake.set())
+        self._steps.append(_Step(batch, output))
+        return True
+
+    async def _wait(self) -> None:
+        """Wait for the oldest step, or for a request where none runs. Raises `EngineDead` when the step takes too long."""
+        self._wake.clear()
+        if not self._steps:
+            self._audit()
+            await self._wake.wait()
+        elif not (output := self._steps[0].output).done():
+            try:
+                async with asyncio.timeout(self._limits.dead_step_s):
+                    await self._wake.wait()
+            except TimeoutError:
+                if not output.done():
+                    raise EngineDead(f"a step did not end within {self._limits.dead_step_s:g} s") from None
 
     def _audit(self) -> None:
         """Check the books while idle: a block in dispute costs its place in the pool, not the service."""
@@ -304,36 +353,31 @@ class AsyncEngine:
         for incident in self._core.audit():
             self._log.error("block.quarantined", block=incident.block, reason=incident.reason)
 
-    async def _step(self, batch: StepBatch) -> None:
-        """Compute one step and deliver it. A failing step fails its requests; raises `EngineDead` when the engine cannot go on."""
-        future = self._executor.submit(batch)
+    def _finish_step(self, step: _Step) -> None:
+        """Deliver what a step gave. One that failed fails its requests; raises `EngineDead` when the engine cannot go on."""
         try:
-            await asyncio.wait([future], timeout=self._limits.dead_step_s)
-        finally:
-            is_late = future.cancel()  # nobody will take its result; a future that is done stays as it is
-        if is_late:
-            raise EngineDead(f"a step did not end within {self._limits.dead_step_s:g} s")
-        try:
-            output: StepOutput = future.result()
+            output = step.output.result()
             events = self._core.apply(output)
         except EngineDead:
             raise
         except BadStepOutput as error:
-            self._fail_step(batch, error)
+            self._fail_step(step.batch, error)
         except Exception as error:
-            if future.exception() is None:
+            if step.output.exception() is None:
                 raise  # the fault is the core's: its state cannot be trusted
-            self._fail_step(batch, error)
+            self._fail_step(step.batch, error)
         else:
             self._num_failed_steps = 0
-            self._metrics.on_step(compute_s=output.compute_s, num_tokens=batch.num_tokens)
+            self._metrics.on_step(compute_s=output.compute_s, num_tokens=step.batch.num_tokens)
             self._deliver(events)
 
     def _fail_step(self, batch: StepBatch, error: Exception) -> None:
-        self._num_failed_steps += 1
         self._log.error("step.failed", step_id=batch.step_id, num_sequences=len(batch.entries), exc_info=error)
         failure = StepFailed(f"the step that computed this request failed ({type(error).__name__}); try again")
-        self._deliver(self._core.fail_step(batch.step_id, failure))
+        events = self._core.fail_step(batch.step_id, failure)
+        self._deliver(events)
+        # One that harms nobody was made for the requests of another that failed: that is one fault, not two.
+        self._num_failed_steps += bool(events)
         if self._num_failed_steps >= MAX_FAILED_STEPS:
             raise EngineDead(f"{self._num_failed_steps} steps in a row failed, the last with {type(error).__name__}")
 

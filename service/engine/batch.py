@@ -1,7 +1,8 @@
 """What crosses the seam between the event loop and the model-step thread: plain, immutable data, complete in itself.
 
 No tensor, lock or user text. Because every entry carries all that its step needs, preemption, replay and a restarted executor need
-nothing synchronised.
+nothing synchronised. The one exception is a step made while the one before it is computed: a token sampled there stands in it as
+"to come", and `complete` fills it in on the step thread. A runner only ever sees complete steps.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ from __future__ import annotations
 from typing import NewType, Protocol
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from service.messages import SamplingParams
 
 SequenceId = NewType("SequenceId", int)
+
+UNKNOWN_TOKEN = 0  # stands where a token is to come
 
 
 class StepEntry(Struct, frozen=True, kw_only=True):
@@ -29,6 +33,7 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     `num_output_tokens` counts tokens generated before this step (for `min_tokens`). `eos_ids` are suppressed while it is below
     `sampling.min_tokens`. `wants_prompt_logprobs` asks for the logprobs of the tokens after each of `token_ids`, which are
     `prompt_logprob_targets` (the prompt's next tokens; may be one shorter than `token_ids` at the prompt's end).
+    `awaits_token`: the last of `token_ids` is the one that the step before samples for this sequence; see `complete`.
     """
 
     sequence_id: SequenceId
@@ -43,6 +48,7 @@ class StepEntry(Struct, frozen=True, kw_only=True):
     prompt_token_ids: tuple[int, ...] | None = None
     output_token_ids: tuple[int, ...] | None = None
     prompt_logprob_targets: tuple[int, ...] | None = None
+    awaits_token: bool = False
 
     @property
     def seq_len(self) -> int:
@@ -98,6 +104,30 @@ class StepOutput(Struct, frozen=True, kw_only=True):
     step_id: int
     outputs: tuple[EntryOutput, ...]
     compute_s: float
+
+
+def complete(batch: StepBatch, previous: StepOutput | None) -> StepBatch:
+    """Fill in the tokens that were being sampled when `batch` was made; `previous` is the output of the step before it.
+
+    A sequence that has no sample there has failed, so nobody will look at what its entry gives: it keeps `UNKNOWN_TOKEN`, which a model
+    can compute. None stands for a step that failed as a whole.
+    """
+    if not any(entry.awaits_token for entry in batch.entries):
+        return batch
+    outputs = () if previous is None else previous.outputs
+    sampled = {output.sequence_id: output.samples[-1].token_id for output in outputs if output.samples}
+
+    def completed(entry: StepEntry) -> StepEntry:
+        token_id = sampled.get(entry.sequence_id, UNKNOWN_TOKEN)
+        history = entry.output_token_ids
+        return replace(
+            entry,
+            token_ids=(*entry.token_ids[:-1], token_id),
+            output_token_ids=None if history is None else (*history, token_id),
+            awaits_token=False,
+        )
+
+    return replace(batch, entries=tuple(completed(entry) if entry.awaits_token else entry for entry in batch.entries))
 
 
 class StepRunner(Protocol):

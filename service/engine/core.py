@@ -1,7 +1,7 @@
 """The engine without I/O: requests go in, steps come out, their results go in, events come out.
 
-Time, randomness and execution belong to the caller, so any incident can be recorded and replayed. One step is in flight at a time;
-requests may be added and aborted while it is.
+Time, randomness and execution belong to the caller, so any incident can be recorded and replayed. Where steps overlap (`flight.py`) two
+are in flight at most, applied in order; requests may be added and aborted while they are.
 
 Invariants: every request ends in exactly one `RequestFinished` or `RequestFailed`, or by `abort`; blocks touched by a step in flight are
 released only when it has been applied; a block is published only when the KV of its last slot has been computed.
@@ -9,7 +9,6 @@ released only when it has been applied; a block is published only when the KV of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import count
 
 from msgspec import Struct
@@ -17,6 +16,7 @@ from msgspec import Struct
 from allocator import BlockPool, BlockTable, Incident, InvariantBroken, Owner, PrefixCache
 from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, SequenceId, StepBatch, StepEntry, StepOutput
+from service.engine.flight import Flight
 from service.engine.prefixes import Prefixes
 from service.engine.request import (
     ChoiceAdvanced,
@@ -30,7 +30,7 @@ from service.engine.request import (
     choice_seed,
     require_fit,
 )
-from service.engine.scheduler import Grant, Scheduler
+from service.engine.scheduler import Scheduler
 from service.errors import LooseleafError, NonFiniteLogits, QueueFull, StepFailed
 from service.messages import FinishReason, PoolUsage, SamplingParams
 
@@ -52,12 +52,6 @@ class CoreStats(Struct, frozen=True, kw_only=True):
     generated_tokens: int
     draft_tokens: int = 0
     accepted_draft_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    batch: StepBatch
-    grants: list[Grant]
 
 
 class EngineCore:
@@ -82,7 +76,7 @@ class EngineCore:
         self._keys = count(1)
         self._sequence_ids = count(1)
         self._step_ids = count(1)
-        self._in_flight: _InFlight | None = None
+        self._flight = Flight(pool, 2 if config.overlap else 1)
         self._num_steps = 0
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
@@ -98,7 +92,7 @@ class EngineCore:
     @property
     def is_idle(self) -> bool:
         """Whether there is nothing to do and nothing under way."""
-        return not self._requests and self._in_flight is None
+        return not self._requests and not self._flight
 
     # ── Requests ─────────────────────────────────────────────────────────────────────────────────
 
@@ -173,12 +167,14 @@ class EngineCore:
     # ── Steps ────────────────────────────────────────────────────────────────────────────────────
 
     def schedule(self, now: float) -> StepBatch | None:
-        """Return the next step, or None when there is nothing to compute or a step is in flight. `now` in seconds."""
-        if self._in_flight is not None or not self._requests:
+        """Return the next step, or None when there is nothing to compute before another step has been applied. `now` in seconds."""
+        if not self._requests or not self._flight.has_room:
             return None
         self._pool.advance(now)
-        plan = self._scheduler.schedule(now)
-        if not plan.grants:
+        plan = self._scheduler.schedule(now, is_ahead=len(self._flight) > 0)
+        if plan is None or not plan.grants:
+            if self._flight:
+                return None
             # A request that nothing can be done for would hang its client: better a loud end.
             raise InvariantBroken(f"{len(self._requests)} requests live and no token of them can be computed")
         batch = StepBatch(
@@ -186,52 +182,54 @@ class EngineCore:
             entries=tuple(sequence.entry(num_tokens, self._pool.block_size) for sequence, num_tokens in plan.grants),
             copies=tuple(plan.copies),
         )
-        for sequence, _ in plan.grants:
-            sequence.is_in_flight = True
-        self._in_flight = _InFlight(batch, plan.grants)
+        self._flight.launch(batch, tuple(sequence for sequence, _ in plan.grants))
         return batch
 
+    def recall(self, step_id: int) -> bool:
+        """Take back a step that was made ahead and that no runner has begun, to make a better one; False where that cannot be."""
+        if not self._flight.recall(step_id):
+            return False
+        for sequence in self._flight.without_steps():
+            self._let_go(sequence)
+        return True
+
     def apply(self, output: StepOutput) -> list[CoreEvent]:
-        """Take the results of the step in flight. Raises `BadStepOutput` when they are not its results."""
-        step = self._in_flight
-        if step is None or step.batch.step_id != output.step_id:
-            raise BadStepOutput(f"step {output.step_id} is not in flight")
-        if len(output.outputs) != len(step.batch.entries):
-            raise BadStepOutput(f"{len(output.outputs)} outputs for {len(step.batch.entries)} entries")
-        for entry, result in zip(step.batch.entries, output.outputs, strict=True):
+        """Take the results of the oldest step in flight. Raises `BadStepOutput` when they are not its results."""
+        step = self._flight.oldest(output.step_id)
+        if step is None:
+            raise BadStepOutput(f"step {output.step_id} is not the oldest in flight")
+        entries, outputs = step.batch.entries, output.outputs
+        if len(outputs) != len(entries):
+            raise BadStepOutput(f"{len(outputs)} outputs for {len(entries)} entries")
+        for entry, result in zip(entries, outputs, strict=True):
             _require_match(entry, result)
-        self._in_flight = None
+        self._flight.land(step)
         self._num_steps += 1
-        self._pool.finish_copies(step.batch.copies)
-        for sequence, num_tokens in step.grants:
-            sequence.is_in_flight = False
-            sequence.num_computed += num_tokens
-            self._prefixes.publish(sequence)
+        for sequence, entry, result in zip(step.sequences, entries, outputs, strict=True):
+            # What stands behind a step that failed, or behind impossible numbers, was not computed either.
+            if result.error is None and sequence.num_computed == entry.start:
+                sequence.num_computed = entry.seq_len - entry.num_drafts
+                self._prefixes.publish(sequence)
             if sequence.is_done:
-                sequence.table.release()
+                self._let_go(sequence)
         events: list[CoreEvent] = []
         self._note_time(step.batch, output.compute_s)
-        for (sequence, _), entry, result in zip(step.grants, step.batch.entries, output.outputs, strict=True):
+        for sequence, entry, result in zip(step.sequences, entries, outputs, strict=True):
             if not sequence.is_done:
                 events += self._apply_entry(sequence, entry, result)
         return events
 
     def fail_step(self, step_id: int, error: LooseleafError) -> list[CoreEvent]:
-        """Fail every request of the step in flight with `error`; all others go on. Late calls for other steps do nothing."""
-        step = self._in_flight
-        if step is None or step.batch.step_id != step_id:
+        """Fail every request of a step in flight with `error`; all others go on. Late calls for other steps do nothing."""
+        step = self._flight.find(step_id)
+        if step is None:
             return []
-        self._in_flight = None
+        self._flight.land(step)
         self._num_steps += 1
-        self._pool.finish_copies(step.batch.copies)
-        events: list[CoreEvent] = []
-        for sequence, _ in step.grants:
-            sequence.is_in_flight = False
+        for sequence in step.sequences:
             if sequence.is_done:
-                sequence.table.release()
-        for sequence, _ in step.grants:
-            events += self._fail(sequence.request, error)
-        return events
+                self._let_go(sequence)
+        return [event for sequence in step.sequences for event in self._fail(sequence.request, error)]
 
     def fail_all(self, error: LooseleafError) -> list[CoreEvent]:
         """Fail every request with `error`; a step in flight keeps its blocks until it is applied or failed."""
@@ -294,14 +292,12 @@ class EngineCore:
 
     def check(self) -> None:
         """Verify the bookkeeping; raise `InvariantBroken`. When idle every block must be free, cached or not."""
-        tables = {id(sequence.table): sequence.table for sequence in self._sequences.values()}
-        if self._in_flight is not None:
-            tables |= {id(sequence.table): sequence.table for sequence, _ in self._in_flight.grants}
-        self._pool.check([table.block_ids for table in tables.values()])
+        self._pool.check([*(sequence.table.block_ids for sequence in self._sequences.values()), *self._flight.tables()])
+        self._flight.check()
         waiting, running = self._scheduler.waiting, self._scheduler.running
         if {sequence.id for sequence in (*waiting, *running)} != set(self._sequences):
             raise InvariantBroken("the queues and the living sequences differ")
-        if any(s.table.block_ids or s.num_computed or s.num_published for s in waiting):
+        if any(s.table.block_ids or s.num_scheduled or s.num_published or s.num_in_flight for s in waiting):
             raise InvariantBroken("a waiting sequence holds blocks, or believes that it does")
         if self._scheduler.num_unstarted != sum(s.request.cached_tokens is None for s in waiting):
             raise InvariantBroken("the count of requests never admitted is wrong")
@@ -328,7 +324,7 @@ class EngineCore:
             events += self._take_verified(sequence, entry.num_drafts, result.samples)
         elif entry.seeds:
             events += self._take_samples(sequence, result.samples)
-        elif request.max_output == 0 and sequence.num_remaining == 0:
+        elif request.max_output == 0 and sequence.num_computed == sequence.num_tokens:
             ends = [_ended(sequence, index) for index in range(request.sampling.n)]
             events += [*ends, *self._close_choices(sequence, request.sampling.n)]
         return events
@@ -373,6 +369,7 @@ class EngineCore:
         for index, sample in enumerate(samples):
             if index:
                 sequence.num_computed += 1  # the sample before this one was a draft, so its KV is there
+                sequence.num_scheduled += 1
                 self._prefixes.publish(sequence)
             events += self._take_sample(sequence, sample)
             if sequence.is_done:
@@ -418,8 +415,7 @@ class EngineCore:
     def _close_choices(self, sequence: Sequence, num_choices: int) -> list[CoreEvent]:
         """Retire a sequence that ended well, and its request with the last one."""
         request = sequence.request
-        if not sequence.is_in_flight:
-            self._prefixes.publish_tail(sequence)
+        sequence.is_whole = True
         self._retire(sequence)
         request.num_open -= num_choices
         if request.num_open:
@@ -439,14 +435,18 @@ class EngineCore:
         return [RequestFailed(key=request.key, error=error, num_preemptions=request.num_preemptions)]
 
     def _retire(self, sequence: Sequence) -> None:
-        """Take a sequence out of every queue; its blocks follow now, or when the step in flight has been applied."""
+        """Take a sequence out of every queue; its blocks follow now, or when no step in flight touches them any more."""
         if sequence.is_done:
             return
         sequence.is_done = True
         del self._sequences[sequence.id]
         self._scheduler.remove(sequence)
-        if not sequence.is_in_flight:
-            sequence.table.release()
+        self._let_go(sequence)
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if sequence.is_whole and not sequence.num_in_flight:
+            self._prefixes.publish_tail(sequence)
+        self._flight.let_go(sequence)
 
 
 def _ended(sequence: Sequence, index: int) -> ChoiceAdvanced:

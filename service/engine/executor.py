@@ -1,7 +1,8 @@
 """The step thread: one daemon thread that owns the runner and everything the runner owns.
 
 CUDA streams and Numba contexts belong to the thread that made them, so the runner is also constructed and closed there. Nothing here
-knows requests. Invariant: one step at a time, and each submitted step resolves its future exactly once, whatever the runner does.
+knows requests. Steps may be submitted ahead: they are computed in order, and tokens that the one before samples are filled in here.
+Invariant: one step at a time, and each submitted step resolves its future exactly once, whatever the runner does, or was recalled.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TypeVar
 
-from service.engine.batch import StepBatch, StepOutput, StepRunner
+from service.engine.batch import StepBatch, StepOutput, StepRunner, complete
 from service.errors import EngineDead
 
 Clock = Callable[[], float]
@@ -27,7 +28,10 @@ class StepExecutor:
         """`factory` makes the runner; it is called on the step thread."""
         self._factory = factory
         self._clock = clock
-        self._queue: SimpleQueue[tuple[StepBatch, asyncio.Future[StepOutput]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[asyncio.Future[StepOutput] | None] = SimpleQueue()
+        self._unstarted: dict[
+            asyncio.Future[StepOutput], StepBatch
+        ] = {}  # whoever takes a step out has it: one atomic operation
         self._thread: threading.Thread | None = None
         self._runner: StepRunner | None = None
         self._step_started: float | None = None  # written by the step thread, read by health
@@ -52,8 +56,13 @@ class StepExecutor:
     def submit(self, batch: StepBatch) -> asyncio.Future[StepOutput]:
         """Hand a step to the thread. The future raises what the runner raised; `EngineDead` where that was no `Exception`."""
         future: asyncio.Future[StepOutput] = asyncio.get_running_loop().create_future()
-        self._queue.put((batch, future))
+        self._unstarted[future] = batch
+        self._queue.put(future)
         return future
+
+    def recall(self, future: asyncio.Future[StepOutput]) -> bool:
+        """Take a submitted step back; False if it has begun. Its future is then never resolved."""
+        return self._unstarted.pop(future, None) is not None
 
     async def execute(self, batch: StepBatch) -> StepOutput:
         """Submit a step and wait for its output."""
@@ -77,18 +86,22 @@ class StepExecutor:
             return
         _post(loop, ready, runner, None)
         del ready
-        while (item := self._queue.get()) is not None:
-            batch, future = item
+        previous: StepOutput | None = None
+        while (future := self._queue.get()) is not None:
+            batch = self._unstarted.pop(future, None)
+            if batch is None:
+                continue  # recalled
             self._step_started = self._clock()
             try:
-                output = runner.execute(batch)
+                output = runner.execute(complete(batch, previous))
             except BaseException as error:
-                self._step_started = None
+                self._step_started = previous = None
                 _post(loop, future, None, error)
             else:
                 self._step_started = None
                 _post(loop, future, output, None)
-            del item, batch, future  # keep nothing of a step while waiting for the next
+                previous = output
+            del batch, future  # keep nothing of a step but its samples while waiting for the next
         runner.close()
 
 

@@ -16,7 +16,7 @@ from typing import NewType
 from msgspec import Struct
 
 from allocator import BlockPool, BlockTable, Owner
-from service.engine.batch import PromptLogprob, SampledToken, SequenceId, StepEntry
+from service.engine.batch import UNKNOWN_TOKEN, PromptLogprob, SampledToken, SequenceId, StepEntry
 from service.engine.speculation import Drafter
 from service.errors import ContextTooLong, InvalidRequest, LooseleafError
 from service.messages import FinishReason, SamplingParams
@@ -103,10 +103,13 @@ class Sequence:
         "id",
         "index",
         "is_done",
-        "is_in_flight",
+        "is_whole",
         "num_computed",
+        "num_foreseen",
+        "num_in_flight",
         "num_preemptions",
         "num_published",
+        "num_scheduled",
         "num_slots",
         "rank",
         "request",
@@ -122,14 +125,17 @@ class Sequence:
         self.table = table  # has slots for all tokens the scheduler has provided for, computed or not
         self.tokens: list[int] = list(request.prompt_token_ids)
         self.num_computed = 0  # tokens whose KV is in the table's blocks
+        self.num_scheduled = 0  # those, and the tokens that steps in flight compute
+        self.num_foreseen = 0  # samples of steps in flight that the next step may build on before they are known
+        self.num_in_flight = 0  # steps that read or write its blocks and have not been applied
         self.hashes: list[bytes] = []  # of the full blocks of `tokens`, extended when needed
         self.num_published = 0  # blocks that are findable, or that lost to an equal one
         self.num_preemptions = 0
         self.num_slots = 1  # running sequences it stands for: a leader keeps room for the choices it will fork
         self.drafter: Drafter | None = None  # what its drafts come from, once it had occasion for some
         self.drafts: tuple[int, ...] = ()  # guesses behind the last token, in the step being made or in flight
-        self.is_in_flight = False  # a step that has not been applied reads or writes its blocks
         self.is_done = False
+        self.is_whole = False  # done, and all that it computed is good for others
 
     @property
     def num_tokens(self) -> int:
@@ -137,9 +143,14 @@ class Sequence:
         return len(self.tokens)
 
     @property
+    def num_expected(self) -> int:
+        """Tokens known or foreseen."""
+        return len(self.tokens) + self.num_foreseen
+
+    @property
     def num_remaining(self) -> int:
-        """Tokens that must be computed before the next one can be sampled."""
-        return len(self.tokens) - self.num_computed
+        """Tokens, known or foreseen, that no step computes yet."""
+        return len(self.tokens) + self.num_foreseen - self.num_scheduled
 
     @property
     def num_output(self) -> int:
@@ -151,17 +162,21 @@ class Sequence:
         owner = Owner("sequence", str(sequence_id), self.request.namespace)
         child = Sequence(self.request, sequence_id, index, self.table.fork(owner))
         child.tokens = self.tokens.copy()
-        child.num_computed = self.num_computed
+        child.num_computed = child.num_scheduled = self.num_computed
         child.hashes = self.hashes.copy()
         child.num_published = self.num_published
         return child
 
     def entry(self, num_tokens: int, block_size: int) -> StepEntry:
-        """Describe the next `num_tokens` tokens to the runner; the last known one is sampled from, and so are the drafts behind it."""
+        """Describe the next `num_tokens` tokens to the runner; the last one is sampled from, and so are the drafts behind it.
+
+        At most one of them, the last, is only foreseen; then there are no drafts.
+        """
         request, sampling, prompt = self.request, self.request.sampling, self.request.prompt_token_ids
-        start, end = self.num_computed, self.num_computed + num_tokens
-        is_sampled = end == self.num_tokens and request.max_output > 0
-        drafts = self.drafts
+        start, end = self.num_scheduled, self.num_scheduled + num_tokens
+        is_sampled = end == self.num_expected and request.max_output > 0
+        awaits_token = end > self.num_tokens
+        behind = (UNKNOWN_TOKEN,) if awaits_token else self.drafts
         if not is_sampled:
             seeds: tuple[int, ...] = ()
         elif self.num_slots > 1:
@@ -171,18 +186,26 @@ class Sequence:
         has_history = is_sampled and sampling.wants_penalties
         return StepEntry(
             sequence_id=self.id,
-            token_ids=(*self.tokens[start:end], *drafts),
+            token_ids=(*self.tokens[start:end], *behind),
             start=start,
-            block_ids=tuple(self.table.block_ids[: -(-(end + len(drafts)) // block_size)]),
+            block_ids=tuple(self.table.block_ids[: -(-(end + len(self.drafts)) // block_size)]),
             sampling=sampling,
             seeds=seeds,
-            num_drafts=len(drafts),
-            num_output_tokens=self.num_output,
+            num_drafts=len(self.drafts),
+            num_output_tokens=self.num_expected - len(prompt),
             eos_ids=request.stop_ids,
             prompt_token_ids=prompt if has_history else None,
             output_token_ids=tuple(self.tokens[len(prompt) :]) if has_history else None,
             prompt_logprob_targets=prompt[start + 1 : end + 1] if request.lacks_prompt_logprobs else None,
+            awaits_token=awaits_token,
         )
+
+    def foresees(self, entry: StepEntry) -> bool:
+        """Say whether the token after `entry`, one of its own, can be computed before it is known.
+
+        Not where several choices will be forked from it, nor where it is the last one anyway, nor behind drafts.
+        """
+        return len(entry.seeds) == 1 and not entry.num_drafts and entry.seq_len + 1 < self.request.max_total
 
     def num_blocks_at_end(self, pool: BlockPool) -> int:
         """Blocks that this sequence, with the choices still to be forked, can hold at most.

@@ -32,7 +32,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from typing import NamedTuple
 
-from allocator import BlockPool, Match, OutOfBlocks, QuotaExceeded, RefCountError, StaleBlock
+from allocator import AllocatorError, BlockPool, Match, OutOfBlocks, QuotaExceeded, RefCountError, StaleBlock
 from service.config import SchedulerConfig
 from service.engine.prefixes import Prefixes
 from service.engine.request import Rank, Sequence
@@ -72,6 +72,7 @@ class Scheduler:
         self.speculation = Speculation(config) if config.speculation == "ngram" else None
         self.num_unstarted = 0  # waiting sequences of requests that were never admitted
         self.num_preemptions = 0
+        self._is_preemption_due = False  # a running sequence was refused a block while a step was in flight
         self.num_awaiting = 0  # waiting sequences that the last step held back for blocks being computed
 
     def enqueue(self, sequence: Sequence) -> None:
@@ -90,62 +91,86 @@ class Scheduler:
         else:
             _discard(self.running, sequence)
 
-    def schedule(self, now: float) -> Plan:
-        """Choose the tokens of the next step and reserve their slots. No step may be in flight."""
-        self._make_room_for_urgent()
-        copies = self._reserve_decodes()
-        grants = [Grant(sequence, 1) for sequence in self.running if sequence.num_remaining == 1]
-        grants += self._prefill(self._budget - len(grants), now, copies)
-        if self.speculation is not None:
-            self._add_drafts(self.speculation, grants, copies)
-        return Plan(grants, copies)
+    def schedule(self, now: float, *, is_ahead: bool = False) -> Plan | None:
+        """Choose the tokens of the next step and reserve their slots.
+
+        `is_ahead`: another step is in flight, so its blocks cannot be taken away and its samples are not known. None then says that
+        the next step needs one or the other, and that nothing has changed.
+        """
+        if is_ahead and (self._is_preemption_due or self._would_draft()):
+            return None
+        self._is_preemption_due = False
+        if not self._make_room_for_urgent(may_preempt=not is_ahead):
+            return None
+        plan = self._reserve_decodes(may_preempt=not is_ahead)
+        plan.grants.extend(self._prefill(self._budget - len(plan.grants), now, plan.copies))
+        if self.speculation is not None and not is_ahead:
+            self._add_drafts(self.speculation, plan.grants, plan.copies)
+        return plan
 
     # ── Running sequences ────────────────────────────────────────────────────────────────────────
 
-    def _reserve_decodes(self) -> list[tuple[int, int]]:
+    def _reserve_decodes(self, may_preempt: bool) -> Plan:
+        """Give each running sequence slots for the tokens that it has got, and grant those that lack one token that one."""
+        grants: list[Grant] = []
         copies: list[tuple[int, int]] = []
         position = 0
-        while position < len(self.running):  # preemption shortens the list from its end
+        while position < len(self.running):  # preemption shortens the list from its end, or here
             sequence = self.running[position]
-            missing = sequence.num_tokens - sequence.table.num_tokens
+            missing = sequence.num_expected - sequence.table.num_tokens
             try:
-                if missing:
+                if missing > 0:
                     copies += sequence.table.append(missing).copies
-            except QuotaExceeded:  # blocks are free, but not for this tenant: only its own sequences can make room
-                namespace = sequence.request.namespace
-                self._preempt(next(s for s in reversed(self.running) if s.request.namespace == namespace))
-            except OutOfBlocks:
-                self._preempt(self.running[-1])
-            except (RefCountError, StaleBlock):
-                # The books deny it a block it believes to hold. Giving all back settles the dispute (what is disputed goes into
-                # quarantine), and recomputing costs it time and nobody else anything.
-                self._preempt(sequence)
+            except (OutOfBlocks, RefCountError, StaleBlock) as refusal:
+                if may_preempt:
+                    self._preempt(self._victim(sequence, refusal))
+                else:
+                    self._is_preemption_due = (
+                        True  # it misses this step; the next one waits until blocks may be taken away
+                    )
+                    position += 1
             else:
+                if sequence.num_remaining == 1:
+                    grants.append(Grant(sequence, 1))
                 position += 1
-        return copies
+        return Plan(grants, copies)
+
+    def _victim(self, sequence: Sequence, refusal: AllocatorError) -> Sequence:
+        """Choose whom to preempt when `sequence` was refused a block: no one before it."""
+        if isinstance(refusal, QuotaExceeded):
+            # Blocks are free, but not for this tenant: only its own sequences can make room.
+            namespace = sequence.request.namespace
+            return next(s for s in reversed(self.running) if s.request.namespace == namespace)
+        if isinstance(refusal, OutOfBlocks):
+            return self.running[-1]
+        # The books deny it a block it believes to hold. Giving all back settles the dispute (what is disputed goes into
+        # quarantine), and recomputing costs it time and nobody else anything.
+        return sequence
 
     def _preempt(self, victim: Sequence) -> None:
         """Take all blocks away, tail first; the prefix cache gives most of them back unless they are needed."""
         self.running.remove(victim)
         victim.table.release()
-        victim.num_computed = 0
+        victim.num_computed = victim.num_scheduled = 0
         victim.num_published = 0
         victim.num_preemptions += 1
         victim.request.num_preemptions += 1
         self.num_preemptions += 1
         self.enqueue(victim)
 
-    def _make_room_for_urgent(self) -> None:
+    def _make_room_for_urgent(self, may_preempt: bool) -> bool:
+        """Preempt for the first waiting sequence where that helps it; say False where it would help and is not allowed."""
         if not self.waiting or not self.running:
-            return
+            return True
         head = self.waiting[0]
         lesser = [s for s in self.running if s.request.priority > head.request.priority]
         if not lesser or self._prefixes.is_awaiting(head, self._prefixes.computing(self.running)):
-            return  # what is computed for it now is worth more than the room it would need without
+            return True  # what is computed for it now is worth more than the room it would need without
         if self._has_room(head, self._prefixes.match(head, "whole")) or not self._would_have_room(head, lesser):
-            return
-        while lesser and not self._has_room(head, self._prefixes.match(head, "whole")):
+            return True
+        while may_preempt and lesser and not self._has_room(head, self._prefixes.match(head, "whole")):
             self._preempt(lesser.pop())
+        return may_preempt
 
     def _would_have_room(self, head: Sequence, lesser: list[Sequence]) -> bool:
         """Say whether preempting all of `lesser` lets `head` in; preempting some for nothing would be a waste."""
@@ -221,7 +246,7 @@ class Scheduler:
         if not self._has_room(sequence, match):
             return False
         copies += sequence.table.adopt(match, sequence.num_tokens - match.num_tokens).copies
-        sequence.num_computed = match.num_tokens
+        sequence.num_computed = sequence.num_scheduled = match.num_tokens
         sequence.num_published = len(match.block_ids)
         request = sequence.request
         if request.cached_tokens is None:
@@ -297,6 +322,11 @@ class Scheduler:
                 continue
             return count
         return 0
+
+    def _would_draft(self) -> bool:
+        """Say whether drafts may pay in the next step. They continue known tokens, so that step is not made ahead."""
+        load = Load(len(self.running), len(self.running))
+        return self.speculation is not None and self.speculation.price(load) < 1.0
 
     # ── Counts ───────────────────────────────────────────────────────────────────────────────────
 

@@ -71,7 +71,7 @@ class CountingCore(EngineCore):
             return None
         scheduler = self._scheduler
         plan = scheduler.schedule(now)
-        if not plan.grants:
+        if plan is None or not plan.grants:
             raise InvariantBroken(f"{len(self._requests)} requests live and no token of them can be computed")
         self._pool.finish_copies(plan.copies)
         self._grants = plan.grants
@@ -94,6 +94,7 @@ class CountingCore(EngineCore):
         first_tokens = []
         for sequence, count in grants:
             sequence.num_computed += count
+            sequence.num_scheduled = sequence.num_computed
             self._prefixes.publish(sequence)
             request = sequence.request
             if not request.is_started:
@@ -148,6 +149,7 @@ class CountingCore(EngineCore):
             if num_steps > 1:
                 self._advance(sequence, num_steps - 1)
             sequence.num_computed += num_steps
+            sequence.num_scheduled = sequence.num_computed
             self._prefixes.publish(sequence)
             self._sample(sequence, events)
         self._num_steps += num_steps

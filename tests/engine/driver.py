@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from allocator import Quotas
-from service.engine.batch import SequenceId, StepBatch, StepOutput
+from service.engine.batch import SequenceId, StepBatch, StepOutput, complete
 from service.engine.core import EngineCore
 from service.engine.request import (
     ChoiceAdvanced,
@@ -62,6 +62,8 @@ class CoreDriver:
         self.runner = FakeRunner(num_blocks, block_size, choose=choose)
         self.token_budget = token_budget
         self.now = 0.0
+        self.plans_ahead = True  # where the core lets it
+        self.previous: StepOutput | None = None
         self.tokens: dict[RequestKey, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
         self.finish_reasons: dict[RequestKey, dict[int, str | None]] = defaultdict(dict)
         self.stop_reasons: dict[RequestKey, dict[int, int | None]] = defaultdict(dict)
@@ -93,23 +95,38 @@ class CoreDriver:
         return key
 
     def step(self) -> StepBatch | None:
-        """Run one step and take its events; None when there is nothing to do."""
+        """Run one step and take its events; None when there is nothing to do. Where steps overlap, the next one is made before."""
         self.take(self.core.shed())
-        batch = self.core.schedule(self.now)
+        batch = self.schedule()
         if batch is None:
             return None
         self.take(self.core.apply(self.compute(batch)))
         self.core.check()
         return batch
 
+    def schedule(self) -> StepBatch | None:
+        """Return the step to compute next: one that was made ahead, or a new one."""
+        steps = self.core._flight._steps
+        return steps[0].batch if steps else self.core.schedule(self.now)
+
     def compute(self, batch: StepBatch) -> StepOutput:
-        """Let the runner compute a step, checking what holds for every step."""
+        """Let the runner compute a step, checking what holds for every step; where steps overlap, the next one is made meanwhile."""
         assert 0 < batch.num_tokens <= self.token_budget
         assert all(entry.token_ids for entry in batch.entries)
         lengths = [len(entry.token_ids) for entry in batch.entries]
         assert len({entry.sequence_id for entry in batch.entries}) == len(lengths)
+        if self.plans_ahead:
+            self.core.schedule(self.now)
         self.core.check()
-        return self.runner.execute(batch)
+        self.previous = self.runner.execute(complete(batch, self.previous))
+        return self.previous
+
+    def recall(self) -> bool:
+        """Take the step made ahead back; say whether there was one that can be."""
+        newest = self.core._flight._steps[-1].batch.step_id
+        is_back = self.core.recall(newest)
+        self.core.check()
+        return is_back
 
     def run(self, max_steps: int = 5000) -> int:
         """Step until idle; returns the number of steps."""

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import pytest
 
 from service.engine.async_engine import EngineLimits
+from service.engine.batch import StepBatch
 from service.engine.request import choice_seed
 from service.errors import ContextTooLong, Draining, InvalidRequest, LooseleafError, SlowConsumer
 from service.messages import ChatMessage, Delta, Event, Finished, GenerateRequest, SamplingParams, Started
@@ -103,7 +104,9 @@ async def test_text_held_back_for_a_stop_string_is_given_out_at_the_end() -> Non
 
 
 @pytest.mark.parametrize("is_included", [False, True])
-async def test_a_stop_string_across_tokens_ends_the_choice_and_the_engine_stops_computing(is_included: bool) -> None:
+async def test_a_stop_string_across_tokens_ends_the_choice_and_the_engine_stops_computing(
+    is_included: bool, overlaps: bool
+) -> None:
     text = "one two three four five six seven"
     async with running_engine(choose=scripted(text, NUM_PROMPT)) as it:
         request = make_request(PROMPT, max_tokens=200, stop=("three fo", "zzz"), include_stop_str_in_output=is_included)
@@ -112,7 +115,8 @@ async def test_a_stop_string_across_tokens_ends_the_choice_and_the_engine_stops_
     assert answer.text() == ("one two three fo" if is_included else "one two ")
     assert answer.last().finish_reason == "stop"
     assert answer.last().stop_reason == "three fo"
-    assert num_computed == len(answer.token_ids()) == answer.finished.usage.completion_tokens
+    assert len(answer.token_ids()) == answer.finished.usage.completion_tokens
+    assert num_computed - len(answer.token_ids()) <= overlaps  # a step that was in flight by then
     assert not any("three" in delta.text for delta in answer.deltas if not is_included)
 
 
@@ -205,7 +209,7 @@ async def test_a_consumer_that_never_reads_is_ended_and_its_neighbour_is_not() -
         it.clock.advance(31.0)
         it.runner.gate.open()
         tokens = [token async for batch in neighbour for e in batch if isinstance(e, Delta) for token in e.token_ids]
-        assert len(tokens) in {199, 200}
+        assert len(tokens) >= 198  # all but what came with the first events
         with pytest.raises(SlowConsumer, match="not read for 30 s"):
             await anext(slow)
         assert it.engine.stats().pool.used == 0
@@ -435,3 +439,50 @@ async def test_an_idle_engine_schedules_nothing_and_is_healthy() -> None:
             await asyncio.sleep(0)
         assert it.engine.stats().steps == num_steps == len(it.runner.batches)
         assert it.engine.health().is_ready
+
+
+# ── Steps made ahead ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_step_is_made_while_one_is_computed_and_made_again_when_a_request_comes() -> None:
+    """The late one is computed in the very next step, as if that had not been made already."""
+    async with running_engine(overlap=True) as it:
+        it.runner.gate.close()
+        first = asyncio.create_task(collect(it.engine, make_request((10, 11, 12), max_tokens=4)))
+        await it.runner.gate.wait_until_held()
+        assert len(it.core._flight) == 2
+        late = asyncio.create_task(collect(it.engine, make_request((20, 21, 22), max_tokens=4)))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert it.engine.stats().running == 2
+        assert len(it.core._flight) == 2
+        it.runner.gate.open()
+        answers = await asyncio.gather(first, late)
+        assert [len(batch.entries) for batch in it.runner.batches[:2]] == [1, 2]
+    for answer in answers:
+        assert answer.token_ids() == continuation(answer.started.prompt_token_ids, 4)
+
+
+async def test_steps_made_in_turn_are_one_at_a_time() -> None:
+    async with running_engine(overlap=False) as it:
+        it.runner.gate.close()
+        first = asyncio.create_task(collect(it.engine, make_request((10, 11, 12), max_tokens=4)))
+        await it.runner.gate.wait_until_held()
+        assert len(it.core._flight) == 1
+        it.runner.gate.open()
+        await first
+
+
+async def test_a_step_that_was_recalled_is_not_computed_and_one_that_has_begun_stays() -> None:
+    async with running_engine() as it:
+        it.runner.gate.close()
+        one, two, three = (StepBatch(step_id=step_id, entries=()) for step_id in (101, 102, 103))
+        outputs = [it.executor.submit(batch) for batch in (one, two, three)]
+        await it.runner.gate.wait_until_held()
+        assert not it.executor.recall(outputs[0])
+        assert it.executor.recall(outputs[1])
+        assert not it.executor.recall(outputs[1])
+        it.runner.gate.open()
+        assert (await outputs[0]).step_id == 101
+        assert (await outputs[2]).step_id == 103
+        assert it.runner.batches == [one, three]

@@ -132,7 +132,7 @@ def test_a_failed_step_fails_what_was_in_it_and_lets_the_rest_go_on() -> None:
     key = driver.add(prompt_of(6), n=3, temperature=1.0)
     driver.step()
     waiting = driver.add(prompt_of(6, start=3))
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     assert batch.copies
     error = StepFailed("injected")
@@ -148,7 +148,7 @@ def test_a_failed_step_fails_every_request_that_was_in_it() -> None:
     driver = CoreDriver()
     keys = [driver.add(prompt_of(6, start=i)) for i in range(3)]
     driver.step()
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     driver.take(driver.core.fail_step(batch.step_id, StepFailed("injected")))
     assert sorted(driver.failed) == keys
@@ -174,7 +174,7 @@ def test_min_tokens_holds_even_if_the_runner_lets_an_early_end_through() -> None
     """SMP-08: the count is the core's promise."""
     driver = CoreDriver()
     key = driver.add(prompt_of(6), max_tokens=50, min_tokens=20, eos_ids=(EOS,))
-    while (batch := driver.core.schedule(0.0)) is not None:
+    while (batch := driver.schedule()) is not None:
         (entry,) = batch.entries
         sample = SampledToken(token_id=EOS)
         result = EntryOutput(sequence_id=entry.sequence_id, samples=(sample,))

@@ -51,7 +51,7 @@ def test_a_prompt_whose_blocks_another_took_waits_or_misses_and_answers_like_a_c
 
 def test_a_refused_admission_leaves_hits_evictable_and_counts_unchanged() -> None:
     """BLK-04: free = 5 with 2 evictable hits; 2 + 4 does not fit, tried 100 times; 2 + 3 does."""
-    driver = CoreDriver(num_blocks=9, block_size=4, token_budget=64)
+    driver = CoreDriver(num_blocks=9, block_size=4, token_budget=64, overlap=False)
     driver.add(prompt_of(8), max_tokens=1)
     driver.run()
     assert driver.core.stats().pool.cached == 2
@@ -100,7 +100,7 @@ def test_a_block_is_found_by_a_later_request_as_soon_as_its_last_slot_is_compute
 
 def test_twins_that_prefill_together_keep_their_own_blocks_while_others_take_every_free_one() -> None:
     """BLK-08: an equal block already published is not merged under a running sequence."""
-    driver = CoreDriver(num_blocks=140, max_num_seqs=12, token_budget=16)
+    driver = CoreDriver(num_blocks=140, max_num_seqs=12, token_budget=16, overlap=False)
     prompt = prompt_of(22)
     twins = [driver.add(prompt, max_tokens=200, priority=1)]
     driver.step()

@@ -3,6 +3,7 @@ company: whatever arrives, is aborted, preempted, forked or found in the cache."
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hypothesis import given, settings
@@ -50,8 +51,18 @@ arrivals = st.builds(
 class Scenario:
     """Feeds arrivals, aborts and texts that end to a driver, and judges the result."""
 
-    def __init__(self, driver: CoreDriver, plan: list[Arrival]) -> None:
+    def __init__(
+        self,
+        driver: CoreDriver,
+        plan: list[Arrival],
+        is_ahead: Sequence[bool] = (True,),
+        is_recalled: Sequence[bool] = (False,),
+    ) -> None:
+        """`is_ahead`: whether the step after each one is made before it is computed, over and over; where the core lets it.
+        `is_recalled`: whether it is then taken back."""
         self.driver = driver
+        self.is_ahead = is_ahead
+        self.is_recalled = is_recalled
         self.todo: list[tuple[int, Arrival]] = []
         at = 0
         for arrival in plan:
@@ -106,13 +117,16 @@ class Scenario:
             self.arrive(tick)
             self.abort_due(tick, in_flight=False)
             driver.now += 0.1
-            batch = driver.core.schedule(driver.now)
+            batch = driver.schedule()
             if batch is None:
                 if not self.todo:
                     break
                 continue
+            driver.plans_ahead = self.is_ahead[tick % len(self.is_ahead)]
             output = driver.compute(batch)
             self.abort_due(tick, in_flight=True)
+            if self.is_recalled[tick % len(self.is_recalled)]:
+                driver.recall()
             driver.take(driver.core.apply(output))
             self.end_texts()
             driver.core.check()
@@ -189,7 +203,7 @@ def test_failing_steps_fail_their_requests_and_change_no_other(plan: list[Arriva
     for arrival in plan:
         prompt = tuple(5 + (arrival.stem * 101 + position * 13) % 300 for position in range(arrival.length))
         keys[driver.add(prompt, max_tokens=arrival.max_tokens, n=arrival.n, temperature=1.0)] = arrival
-    while (batch := driver.core.schedule(0.0)) is not None:
+    while (batch := driver.schedule()) is not None:
         if batch.step_id in failing:
             driver.runner.execute(batch)  # it may have written before it failed
             driver.take(driver.core.fail_step(batch.step_id, StepFailed("injected")))
@@ -210,7 +224,7 @@ def test_the_fake_runner_notices_a_wrong_table() -> None:
     driver = CoreDriver()
     driver.add(tuple(range(10, 22)))
     driver.step()
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     right = driver.runner.execute(batch)
     driver.runner._tokens[batch.entries[0].block_ids[0] * 4] = 99

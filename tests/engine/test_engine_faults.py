@@ -39,6 +39,13 @@ async def start_many(it: TestEngine, count: int) -> list[asyncio.Task[object]]:
     return tasks
 
 
+def give_blocks_back(it: TestEngine) -> None:
+    """End what the core still has after its engine has died: the fixture looks for blocks that are held."""
+    it.core.fail_all(EngineDead("the engine has died"))
+    for step in list(it.core._flight._steps):
+        it.core.fail_step(step.batch.step_id, EngineDead("the engine has died"))
+
+
 async def test_a_failing_step_fails_its_requests_only_and_the_engine_goes_on() -> None:
     """API-02: the waiting ones are answered."""
     async with running_engine(fault=fault_at(1), max_num_seqs=1) as it:
@@ -66,6 +73,7 @@ async def test_steps_that_fail_in_a_row_end_the_engine_and_every_stream() -> Non
         with pytest.raises(EngineDead):
             await collect(it.engine, make_request(PROMPT))
         assert await it.engine.wait_until_dead() == health.reason
+        give_blocks_back(it)
 
 
 async def test_steps_that_fail_now_and_then_do_not_end_the_engine() -> None:
@@ -94,7 +102,7 @@ async def test_a_fatal_error_of_the_runner_ends_the_engine_at_once(error: Callab
         results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineDead] * 3
         assert not it.engine.health().is_alive
-        it.core.fail_step(1, EngineDead("the test gives the blocks back"))
+        give_blocks_back(it)
 
 
 async def test_a_fault_in_the_scheduler_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +119,7 @@ async def test_a_fault_in_the_scheduler_is_never_silent(monkeypatch: pytest.Monk
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineDead] * 3
         assert "ZeroDivisionError" in it.engine.health().reason
-        it.core.fail_all(EngineDead("the test gives the blocks back"))
+        give_blocks_back(it)
 
 
 async def test_a_fault_in_apply_is_never_silent(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,8 +135,7 @@ async def test_a_fault_in_apply_is_never_silent(monkeypatch: pytest.MonkeyPatch)
             it.runner.gate.open()
             results = await asyncio.gather(*tasks, return_exceptions=True)
         assert [type(result) for result in results] == [EngineDead] * 2
-        it.core.fail_all(EngineDead("the test gives the blocks back"))
-        it.core.fail_step(1, EngineDead("the test gives the blocks back"))
+        give_blocks_back(it)
 
 
 async def test_an_output_of_another_step_fails_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +213,7 @@ async def test_a_step_that_never_ends_fails_running_and_waiting_requests() -> No
         assert [type(result) for result in results] == [EngineDead] * 3
         assert it.engine.health().reason == "a step did not end within 0.01 s"
         it.runner.gate.open()
-        it.core.fail_step(1, EngineDead("the test gives the blocks back"))
+        give_blocks_back(it)
 
 
 async def test_a_runner_that_cannot_be_made_fails_the_start() -> None:

@@ -76,7 +76,7 @@ def test_a_tail_that_a_step_in_flight_may_write_is_not_offered() -> None:
     driver = CoreDriver(sub_blocks=True, block_size=16)
     key = driver.add(prompt_of(5), 9)
     driver.step()
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     driver.take(driver.core.finish_sequence(driver.sequence_ids[key][0]))  # its text has ended
     assert driver.core._pool.num_findable == 0
@@ -192,15 +192,15 @@ def test_a_sequence_whose_block_the_books_deny_computes_it_again_and_harms_nobod
     keys = [driver.add(prompt_of(10, start=start), 20, n=2) for start in range(2)]
     pool, scheduler = driver.core._pool, driver.core._scheduler
     while len(scheduler.running) < 4:
-        batch = driver.core.schedule(0.0)
+        batch = driver.schedule()
         assert batch is not None
-        driver.take(driver.core.apply(driver.runner.execute(batch)))
+        driver.take(driver.core.apply(driver.compute(batch)))
     victim = scheduler.running[0]  # it has just been forked: its next token needs a copy of the shared last block
     assert victim.table.account is not None
     disputed = victim.table.block_ids[-1]
     del victim.table.account.entries[disputed]
-    while (batch := driver.core.schedule(0.0)) is not None:
-        driver.take(driver.core.apply(driver.runner.execute(batch)))
+    while (batch := driver.schedule()) is not None:
+        driver.take(driver.core.apply(driver.compute(batch)))
     assert pool.quarantined == {disputed}
     driver.core.check()
     for key in keys:

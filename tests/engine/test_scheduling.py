@@ -88,7 +88,7 @@ def test_an_empty_prompt_is_refused_and_the_next_request_works() -> None:
 
 def test_a_short_prompt_gets_its_first_token_before_a_long_prefill_is_complete_and_decodes_flow() -> None:
     """SCH-03: chunks of a long prompt leave room under contention."""
-    driver = CoreDriver(num_blocks=400, token_budget=16, max_model_len=2000)
+    driver = CoreDriver(num_blocks=400, token_budget=16, max_model_len=2000, overlap=False)
     stream = driver.add(prompt_of(4, start=1), max_tokens=200)
     driver.step()
     long = driver.add(prompt_of(800, start=2), max_tokens=2)
@@ -123,7 +123,7 @@ def test_a_cap_that_nobody_else_can_use_costs_nothing() -> None:
 
 
 def test_decodes_come_before_prefill_chunks() -> None:
-    driver = CoreDriver(token_budget=16)
+    driver = CoreDriver(token_budget=16, overlap=False)
     driver.add(prompt_of(40, start=1), max_tokens=4, priority=-5)
     driver.step()
     driver.add(prompt_of(3, start=2), max_tokens=20)
@@ -197,7 +197,7 @@ def test_a_request_preempted_with_prompt_logprobs_reports_each_of_them_once() ->
 
 def test_an_urgent_request_starts_in_the_next_step_although_all_slots_are_taken() -> None:
     """SCH-04: the last one of the less urgent is preempted and still answers right."""
-    driver = CoreDriver(num_blocks=400, max_num_seqs=2, max_model_len=2000)
+    driver = CoreDriver(num_blocks=400, max_num_seqs=2, max_model_len=2000, overlap=False)
     slow = [driver.add(prompt_of(6, start=i), max_tokens=500, priority=5) for i in range(2)]
     for _ in range(10):
         driver.step()
@@ -269,7 +269,7 @@ def test_small_requests_pass_a_big_one_for_a_while_and_then_it_is_admitted() -> 
 
 def test_a_head_that_has_not_waited_long_lets_anything_pass_that_has_room_now() -> None:
     """SCH-02: the reservation begins after PASS_AGE_S, or after PASS_LIMIT sequences."""
-    driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16)
+    driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16, overlap=False)
     driver.add(prompt_of(280, start=1), max_tokens=20)
     driver.step()
     big = driver.add(prompt_of(340, start=2), max_tokens=4)  # 85 blocks
@@ -288,7 +288,7 @@ def test_a_head_that_has_not_waited_long_lets_anything_pass_that_has_room_now() 
 
 def test_what_fits_beside_an_aged_head_still_passes_and_does_not_delay_it() -> None:
     """SCH-02: the reservation counts what may pass at its largest."""
-    driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16)
+    driver = CoreDriver(num_blocks=1 + 100, block_size=4, token_budget=400, max_num_seqs=16, overlap=False)
     holder = driver.add(prompt_of(280, start=1), max_tokens=20)  # 75 blocks
     driver.step()
     big = driver.add(prompt_of(240, start=2), max_tokens=4)  # 61 blocks
@@ -327,9 +327,9 @@ def test_aborting_what_waits_computes_nothing_and_a_second_abort_is_no_error() -
 
 def test_an_abort_while_a_step_is_in_flight_keeps_the_blocks_until_it_is_applied() -> None:
     """SCH-07: the step may still write into them; its late output is ignored."""
-    driver = CoreDriver(num_blocks=9)
+    driver = CoreDriver(num_blocks=9, overlap=False)
     key = driver.add(prompt_of(8))
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     used = driver.core.stats().pool.used
     assert driver.core.abort(key)
@@ -347,7 +347,7 @@ def test_an_abort_at_the_very_step_that_finishes_is_an_abort() -> None:
     """SCH-07: the end is decided once."""
     driver = CoreDriver()
     key = driver.add(prompt_of(8), max_tokens=1)
-    batch = driver.core.schedule(0.0)
+    batch = driver.schedule()
     assert batch is not None
     driver.core.abort(key)
     driver.take(driver.core.apply(driver.compute(batch)))
@@ -365,5 +365,6 @@ def test_the_pool_is_whole_after_an_abort_in_any_state(num_steps: int) -> None:
     for _ in range(num_steps):
         driver.step()
     driver.core.abort(key)
+    driver.run()  # where steps overlap, one is in flight
     assert driver.core.is_idle
     driver.core.check()

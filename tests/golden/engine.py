@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +14,7 @@ from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
 from backends.registry import open_backend
 from service.config import SchedulerConfig
-from service.engine.batch import PromptLogprob, SampledToken, StepBatch
+from service.engine.batch import PromptLogprob, SampledToken, StepBatch, StepOutput, complete
 from service.engine.core import EngineCore, RequestKey
 from service.engine.request import ChoiceAdvanced, RequestFailed, RequestStarted
 from service.messages import SamplingParams
@@ -54,9 +54,11 @@ class GoldenEngine:
         device: DeviceInfo = CPU,
         max_captured_tokens: int = MAX_CAPTURED_TOKENS,
         checks_slots: bool = True,
+        overlap: bool = False,
         **scheduler: Any,
     ) -> None:
         """`scheduler`: further options of its section."""
+        self.makes_ahead = overlap
         spec = model.decoder.kv_cache_spec(BLOCK_SIZE, quantised=quantised)
         self.runner: ModelRunner = ModelRunner(
             model.decoder,
@@ -69,7 +71,7 @@ class GoldenEngine:
         )
         pool = BlockPool(num_blocks, BLOCK_SIZE)
         self.core = EngineCore(
-            SchedulerConfig(max_num_seqs=max_num_seqs, token_budget=token_budget, **scheduler),
+            SchedulerConfig(max_num_seqs=max_num_seqs, token_budget=token_budget, overlap=overlap, **scheduler),
             pool,
             PrefixCache(pool) if has_prefix_cache else None,
             max_model_len=model.max_model_len,
@@ -78,10 +80,19 @@ class GoldenEngine:
         self.seconds: list[float] = []  # of each batch
 
     def run(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Answer]:
-        """Generate for all prompts at once; returns their answers in order."""
+        """Generate for all prompts at once; returns their answers in order. Where steps overlap, each is made before the last is run."""
         keys = [self.core.add(tuple(ids), sampling, seed=0, eos_ids=()) for ids in prompts]
         answers: dict[RequestKey, Answer] = defaultdict(Answer)
-        while (batch := self.core.schedule(0.0)) is not None:
+        made: deque[StepBatch] = deque()
+        output: StepOutput | None = None
+        while True:
+            while (batch := self.core.schedule(0.0)) is not None:
+                made.append(batch)
+                if not self.makes_ahead:
+                    break
+            if not made:
+                break
+            batch = complete(made.popleft(), output)
             self.batches.append(batch)
             output = self.runner.execute(batch)
             self.seconds.append(output.compute_s)
