@@ -164,7 +164,7 @@ asks = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 @given(asks=asks, num_blocks=st.integers(21, 60), max_num_seqs=st.integers(1, 6), budget=st.integers(6, 40))
 def test_counting_gives_the_lives_that_the_engine_gives(
     asks: list[Ask], num_blocks: int, max_num_seqs: int, budget: int
