@@ -25,8 +25,10 @@ from torch import Tensor
 from backends.interface import AttentionLayer, AttentionMetadata
 from backends.numba_kernels.parts import HEADER_FIELDS, PART_KEYS, QUERY_FIELDS, TILE_FIELDS
 
-# Rows of (query, head) in a tile: enough that packing keys costs a few percent, few enough that the tile stays in L2.
-TILE_ROWS = 48
+# Rows of (query, head) in a tile: enough that laying out values costs a few percent, few enough that the tile stays in L2.
+TILE_ROWS = 144
+# The same for a tile over a shared beginning, of which there are few.
+SHARED_ROWS = 48
 # Decodes are cut into parts until each thread has so many tiles of about the same size.
 TILES_PER_THREAD = 4
 # From two sequences on, reading a shared part once saves more than writing and folding partial results costs (measured: a tenth).
@@ -59,13 +61,14 @@ def make_plan(meta: AttentionMetadata, layers: Sequence[AttentionLayer], num_thr
     lengths: list[int] = seq_lens.tolist()
     T, num_rows = meta.num_tokens, starts[-1]
     table_bytes = meta.block_tables.stride(0) * 4
-    run = max(1, TILE_ROWS // max((layer.num_heads // layer.num_kv_heads for layer in layers), default=1))
+    group = max((layer.num_heads // layer.num_kv_heads for layer in layers), default=1)
+    run, shared_run = max(1, TILE_ROWS // group), max(1, SHARED_ROWS // group)
     share = max(PART_KEYS * 3 // 2, sum(lengths) // (TILES_PER_THREAD * num_threads))
     queries = np.zeros((T, QUERY_FIELDS), np.int64)  # row of q, position, place of its first part, number of parts
     queries[:, 0] = np.arange(T)
     queries[:num_rows, 1] = queries[:num_rows, 0] + np.repeat(seq_lens - first_rows[1:], np.diff(first_rows))
     tiles: list[tuple[int, ...]] = []
-    prefixes = dict(_shared_prefixes(meta, layers, starts, lengths, run))
+    prefixes = dict(_shared_prefixes(meta, layers, starts, lengths, shared_run))
     begun = {s: shared for members, shared in prefixes.items() for s in members}
     num_places = longest = 0
     for s, length in enumerate(lengths):
@@ -93,7 +96,7 @@ def make_plan(meta: AttentionMetadata, layers: Sequence[AttentionLayer], num_thr
         tiles.append((row, min(run, T - row), 0, 0, 0, 0))
         longest = max(longest, min(run, T - row))
     if prefixes:
-        shared_tiles, copies = _shared_tiles(prefixes, starts, table_bytes, run, T)
+        shared_tiles, copies = _shared_tiles(prefixes, starts, table_bytes, shared_run, T)
         tiles[:0] = shared_tiles
         queries = np.concatenate([queries, queries[copies]])
         longest = max(longest, *(tile[1] for tile in shared_tiles))

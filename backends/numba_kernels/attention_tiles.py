@@ -105,12 +105,13 @@ def _attend(arguments: int, kind: Any) -> None:
     widened = 2 * PASS_KEYS * D * 2 if is_quantised(kind) else 0
     area = np.empty(
         64 + CONFIGURATION_BYTES + max_sets * (steps * TILE_BYTES + SET_BYTES + 2 * LANES * D * 4)
-        + GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 128 + 64 + 64 + 2 * PASS_KEYS * 4 + widened,
+        + 2 * GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 128 + 64 + 64 + 2 * PASS_KEYS * 4 + widened,
         np.uint8,
     )  # fmt: skip
     configuration = (area.ctypes.data + 63) // 64 * 64
     scores = configuration + CONFIGURATION_BYTES  # [groups, 16 keys, 16 lanes] float32
-    weights = scores + GROUPS * TILE_BYTES  # 2 tiles [16 rows, 32 keys]
+    other_scores = scores + GROUPS * TILE_BYTES  # of the next rows
+    weights = other_scores + GROUPS * TILE_BYTES  # 2 tiles [16 rows, 32 keys]
     words = weights + 2 * TILE_BYTES
     values = words + TILE_BYTES  # [pairs of keys, D] words
     sources = values + PASS_KEYS * D * 2  # [16] int64 addresses of queries
@@ -203,20 +204,25 @@ def _attend(arguments: int, kind: Any) -> None:
                     )  # fmt: skip
             else:
                 fetched = 0
-            for n in range(num_sets):
+            n = _next_set(sets, set_bytes, 0, num_sets, start)
+            if n < num_sets:
+                first_queries = read_int64(sets + n * set_bytes + QUERIES_AT)
+                score_keys(key_sources, key_stride, first_queries, steps, scores, is_half)
+            while n < num_sets:
                 own = sets + n * set_bytes
-                if start > read_int64(own + LAST_SEEN) or start + PASS_KEYS <= read_int64(own + FIRST_SEEN):
-                    continue
+                n = _next_set(sets, set_bytes, n + 1, num_sets, start)
+                next_queries = read_int64(sets + n * set_bytes + QUERIES_AT) if n < num_sets else 0
                 is_masked = start < read_int64(own + FIRST_WHOLE) or start + PASS_KEYS - 1 > read_int64(
                     own + LAST_WHOLE
                 )
                 set_rows, set_sums = read_int64(own + NUM_ROWS), read_int64(own + SUMS)
-                score_keys(key_sources, key_stride, read_int64(own + QUERIES_AT), steps, scores, is_half)
                 shrinks = weigh_lanes(
                     kind, _width(set_rows), scores, weights, words, is_half, is_masked, start, own + LIMITS, scale, cap,
-                    own + STATE, scale_rows, fetched, slot_stride, row_bytes,
+                    own + STATE, scale_rows, fetched, slot_stride, row_bytes, key_sources, key_stride, next_queries, steps,
+                    other_scores,
                 )  # fmt: skip
                 fetched = 0
+                scores, other_scores = other_scores, scores
                 is_begun = read_int64(own + IS_BEGUN) != 0
                 if shrinks and is_begun:
                     for r in range(set_rows):
@@ -245,6 +251,17 @@ def _attend(arguments: int, kind: Any) -> None:
                 merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, BASE_2)
     release_tiles()
     keep(area)
+
+
+@njit(nogil=True, error_model="numpy")
+def _next_set(sets: int, set_bytes: int, n: int, num_sets: int, start: int) -> int:
+    """Return the first set from `n` on of which some row sees a key of the pass."""
+    while n < num_sets:
+        own = sets + n * set_bytes
+        if read_int64(own + FIRST_SEEN) < start + PASS_KEYS and start <= read_int64(own + LAST_SEEN):
+            break
+        n += 1
+    return n
 
 
 @njit(nogil=True, error_model="numpy")

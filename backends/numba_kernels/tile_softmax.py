@@ -105,19 +105,9 @@ def score_keys(
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         sources, stride, queries, steps, scores, is_half = arguments
-        line = I64(64)
 
         def emit(groups: int) -> None:
-            keys = [emit_load(b, emit_at(b, sources, 8 * g), I64) for g in range(groups)]
-            for g in range(groups):
-                _call(b, "tilezero", _tile(g))
-            with cgutils.for_range_slice(b, I64(0), steps, I64(1), intp=I64) as (step, _):
-                _load_tile(b, 6, b.add(queries, b.shl(step, I64(10))), line)
-                for g in range(groups):
-                    _load_tile(b, 4 + g % 2, b.add(keys[g], b.shl(step, I64(6))), stride)
-                    _call(b, "tdpbf16ps", _tile(g), _tile(4 + g % 2), _tile(6))
-            for g in range(groups):
-                _store_tile(b, g, emit_at(b, scores, g * TILE_BYTES), line)
+            _emit_scores(b, list(range(groups)), sources, stride, queries, steps, scores)
 
         with b.if_else(is_half) as (half, whole):
             with half:
@@ -127,6 +117,23 @@ def score_keys(
         return context.get_dummy_value()
 
     return signature, generate
+
+
+def _emit_scores(
+    b: Builder, groups: list[int], sources: Value, stride: Value, queries: Value, steps: Value, scores: Value
+) -> None:
+    """Multiply some groups of keys by the queries."""
+    line = I64(64)
+    keys = [emit_load(b, emit_at(b, sources, 8 * g), I64) for g in groups]
+    for g in groups:
+        _call(b, "tilezero", _tile(g))
+    with cgutils.for_range_slice(b, I64(0), steps, I64(1), intp=I64) as (step, _):
+        _load_tile(b, 6, b.add(queries, b.shl(step, I64(10))), line)
+        for g, key in zip(groups, keys, strict=True):
+            _load_tile(b, 4 + g % 2, b.add(key, b.shl(step, I64(6))), stride)
+            _call(b, "tdpbf16ps", _tile(g), _tile(4 + g % 2), _tile(6))
+    for g in groups:
+        _store_tile(b, g, emit_at(b, scores, g * TILE_BYTES), line)
 
 
 @intrinsic
@@ -275,6 +282,11 @@ def weigh_lanes(
     ahead: Any,
     stride: Any,
     row_bytes: Any,
+    sources: Any,
+    source_stride: Any,
+    queries: Any,
+    steps: Any,
+    next_scores: Any,
 ) -> Any:
     """Online softmax of a pass: scores (see `score_keys`, overwritten) → weights in tiles as `add_values` takes them.
 
@@ -285,11 +297,13 @@ def weigh_lanes(
 
     Meanwhile the memory of the next pass is asked for, bit by bit, because no more than some 16 requests can be under way: `ahead`, unless
     it is 0, is the address of the 4 + 4 addresses of its groups of keys and of values, rows of `row_bytes` bytes `stride` bytes apart.
-    Returns whether any factor is not 1.
+
+    In between, because the processor's tiles and vectors work side by side, the next 16 rows' scores are computed as by `score_keys`, from
+    `sources` and `queries` to `next_scores`, unless `queries` is 0; it must be 0 for a width under 16. Returns whether any factor is not 1.
     """
     signature = types.boolean(
         kind, *[types.int64] * 4, types.boolean, types.boolean, types.int64, types.int64,
-        types.float32, types.float32, *[types.int64] * 5,
+        types.float32, types.float32, *[types.int64] * 10,
     )  # fmt: skip
     is_scaled = has_scales(kind)
 
@@ -333,6 +347,11 @@ def _emit_weigh(
     ahead: Value,
     stride: Value,
     row_bytes: Value,
+    sources: Value,
+    source_stride: Value,
+    queries: Value,
+    steps: Value,
+    next_scores: Value,
 ) -> Value:
     """Emit `weigh_lanes` for one width. A vector holds one key of each of `LANES // width` groups."""
     together = LANES // width
@@ -416,6 +435,9 @@ def _emit_weigh(
         with b.if_then(b.icmp_signed("<", I64(vector), count)):
             tile = emit_at(b, scores, vector * together * TILE_BYTES)
             row = emit_at(b, words, vector % 2 * (LANES // 2) * 64)
+            if width == LANES:
+                with b.if_then(b.icmp_signed("!=", queries, zero)):
+                    _emit_scores(b, [vector], sources, source_stride, queries, steps, next_scores)
             with cgutils.for_range_slice(b, zero, I64(LANES // 2), one, intp=I64) as (pair, _):
                 fetch(vector, 1, [b.shl(pair, one), b.add(b.shl(pair, one), one)])
                 pair_weights = []
