@@ -13,7 +13,7 @@ from llvmlite import ir
 from numba import types
 
 from backends.numba_kernels.group_kinds import SIDE_BYTES, Kind, kind_of
-from backends.numba_kernels.groups import HAS_TILES, emit_codes, emit_group_end, emit_strip_end
+from backends.numba_kernels.groups import HAS_TILES, emit_codes, emit_fetch_ahead, emit_group_end, emit_strip_end
 from backends.numba_kernels.matrix_tiles import I8, TILE_ROWS
 from backends.numba_kernels.vectors import (
     I16,
@@ -177,6 +177,7 @@ def _emit_strip(
     following = b.add(g, number(1))
     with b.if_then(b.icmp_signed("<", following, groups), likely=True):
         multiply(following)
+    emit_fetch_ahead(b, facts, here)
     side = b.add(sides, b.mul(g, number(SIDE_BYTES)))
     side_at = [side]
     for _ in range(height - 1):
