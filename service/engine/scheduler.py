@@ -324,9 +324,11 @@ class Scheduler:
         return 0
 
     def _would_draft(self) -> bool:
-        """Say whether drafts may pay in the next step. They continue known tokens, so that step is not made ahead."""
-        load = Load(len(self.running), len(self.running))
-        return self.speculation is not None and self.speculation.price(load) < 1.0
+        """Say whether the next step waits for the tokens being sampled, because drafts behind them are likely to pay."""
+        if self.speculation is None:
+            return False
+        drafters = [sequence.drafter for sequence in self.running if sequence.num_output or sequence.num_foreseen]
+        return self.speculation.should_wait(Load(len(self.running), len(drafters)), drafters)
 
     # ── Counts ───────────────────────────────────────────────────────────────────────────────────
 

@@ -9,11 +9,15 @@ draft is worth computing while it is likelier to be confirmed than what it adds 
 for the j-th draft of a sequence. Alone, nearly any guess is (b is small beside a); in a large batch only a sure one. One rule thus switches
 speculation off by acceptance and by batch size.
 
+Drafts continue known tokens, so a step with drafts cannot be made while the one before it is computed. Where they bring less than that
+would save, steps are made ahead, and now and then one is not, to see whether the text has begun to repeat itself.
+
 Invariant: what is proposed never changes an answer, only how many steps it takes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import log
 from typing import NamedTuple
 
@@ -23,9 +27,15 @@ from service.engine.ngram import NgramIndex, continued
 # Drafts that count in a rate: the memory of a running average.
 RATE_WINDOW = 8
 SHARED_WINDOW = 64  # of the rates that new sequences begin with
-# N-grams met in vain until one is tried again although its rate says that it is not worth it.
+# Tokens without drafts until an n-gram is tried again although its rate says that it is not worth it.
 RETRY_AFTER = 32
 RETRY_DRAFTS = 2
+STEPS_AHEAD = 32  # made in a row until one waits for the tokens before it, to try
+WAITING_PAYS = (
+    0.05  # tokens that drafts bring a sequence and step: about what making the step ahead would save of its time
+)
+FIRST_GAIN = 0.5
+GAIN_WINDOW = 16  # steps
 
 FITTED_TOKENS = 128  # larger steps say little of the price of one more token in a small one
 FIT_MEMORY = 0.97  # weight of the past per step
@@ -114,33 +124,35 @@ class Load(NamedTuple):
 class Drafter:
     """What is known of one sequence: its n-grams, and how far they can be trusted."""
 
-    __slots__ = ("_index", "_ngram", "_num_skipped", "_rates")
+    __slots__ = ("_index", "_ngram", "_rates", "_tried_at", "gain")
 
-    def __init__(self, min_ngram: int, max_ngram: int, rates: Rates) -> None:
+    def __init__(self, min_ngram: int, max_ngram: int, rates: Rates, gain: float) -> None:
         self._index = NgramIndex(min_ngram, max_ngram)
         self._rates = rates
+        self.gain = gain  # confirmed drafts a step, a running average
         self._ngram = 0  # length of the one behind the drafts under way
-        self._num_skipped = 0
+        self._tried_at = 0  # tokens there were when drafts were last proposed
 
     def propose(self, tokens: list[int], most: int, price: float) -> tuple[int, ...]:
         """Guess at most `most` next tokens, each at least as likely to be right as `price` says."""
         self._index.read(tokens)
         place = self._index.find(tokens)
+        self.gain -= self.gain / GAIN_WINDOW
         if place is None:
             return ()
         position, self._ngram = place
         count = min(most, worth(self._rates.of(self._ngram), price, most))
         if not count:
-            self._num_skipped += 1
-            if self._num_skipped < RETRY_AFTER:
+            if len(tokens) - self._tried_at < RETRY_AFTER:
                 return ()
             count = min(most, RETRY_DRAFTS)
-        self._num_skipped = 0
+        self._tried_at = len(tokens)
         return continued(tokens, position, count)
 
     def learn(self, num_drafts: int, num_confirmed: int) -> int:
         """Take in the fate of the drafts proposed last; returns the length of the n-gram behind them."""
         self._rates.learn(self._ngram, num_drafts, num_confirmed)
+        self.gain += num_confirmed / GAIN_WINDOW
         return self._ngram
 
 
@@ -155,10 +167,26 @@ class Speculation:
         self._max_ngram = config.max_ngram
         self._rates = Rates.at_first(config.max_ngram)
         self._step_time = StepTime()
+        self._gain = FIRST_GAIN  # of all sequences, which new ones begin with
+        self._num_ahead = 0  # steps made ahead since one was not
 
     def new_drafter(self) -> Drafter:
         """Return what a sequence that is about to decode needs; it begins with the rates of those before it."""
-        return Drafter(self._min_ngram, self._max_ngram, self._rates.copy(RATE_WINDOW))
+        return Drafter(self._min_ngram, self._max_ngram, self._rates.copy(RATE_WINDOW), self._gain)
+
+    def should_wait(self, load: Load, drafters: Sequence[Drafter | None]) -> bool:
+        """Say whether the next step should not be made ahead, for the sake of drafts. `drafters` of the sequences that decode; None: new.
+
+        Call it once for each step that may be made ahead.
+        """
+        if not drafters or self.price(load) >= 1.0:
+            return False
+        gain = sum(self._gain if drafter is None else drafter.gain for drafter in drafters) / len(drafters)
+        self._num_ahead += 1
+        if gain < WAITING_PAYS and self._num_ahead <= STEPS_AHEAD:
+            return False
+        self._num_ahead = 0
+        return True
 
     def price(self, load: Load) -> float:
         """Return what a draft adds to the time of a step, in tokens that the step brings in that time; 1 and more: nothing pays."""
@@ -170,7 +198,11 @@ class Speculation:
 
     def propose(self, drafter: Drafter, tokens: list[int], room: int, price: float) -> tuple[int, ...]:
         """Return at most `room` drafts for the sequence of `tokens`; empty where none are worth their `price`."""
-        return drafter.propose(tokens, min(room, self._max_drafts), price) if room > 0 else ()
+        if room <= 0:
+            return ()
+        drafts = drafter.propose(tokens, min(room, self._max_drafts), price)
+        self._gain += (drafter.gain - self._gain) / SHARED_WINDOW
+        return drafts
 
     def learn(self, drafter: Drafter, num_drafts: int, num_accepted: int) -> None:
         """Take in how many of the drafts of a step were right."""

@@ -13,7 +13,7 @@ from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, StepBatch, StepOutput
 from service.engine.core import BadStepOutput
 from service.engine.request import ChoiceAdvanced, CoreEvent, choice_seed
-from service.engine.speculation import RETRY_AFTER, Load, Rates, Speculation, StepTime, worth
+from service.engine.speculation import RETRY_AFTER, STEPS_AHEAD, Load, Rates, Speculation, StepTime, worth
 from service.errors import NonFiniteLogits
 from tests.engine.driver import SEED, CoreDriver
 from tests.engine.test_core_properties import Arrival, Scenario, arrivals
@@ -363,6 +363,30 @@ def test_a_large_batch_drafts_only_what_is_sure() -> None:
     for name, price in (("alone", alone), ("crowd", crowd)):
         counts[name] = len(speculation.propose(speculation.new_drafter(), tokens, 100, price))
     assert counts == {"alone": 8, "crowd": 2}
+
+
+def test_steps_wait_for_tokens_to_draft_from_only_while_drafts_bring_something() -> None:
+    speculation = Speculation(SchedulerConfig(speculation="ngram"))
+    load = Load(num_tokens=2, num_samples=2)
+    hopeful, hopeless = speculation.new_drafter(), speculation.new_drafter()
+    hopeless.gain = 0.01
+    assert speculation.should_wait(load, [hopeful, hopeless])
+    assert speculation.should_wait(load, [None])
+    assert not speculation.should_wait(load, [])
+    assert not speculation.should_wait(Load(num_tokens=500, num_samples=1000), [hopeful])
+    waits = [speculation.should_wait(load, [hopeless, hopeless]) for _ in range(10 * (STEPS_AHEAD + 1))]
+    assert sum(waits) == 10
+
+
+def test_a_text_that_begins_to_repeat_itself_late_is_noticed() -> None:
+    def late(context: Sequence[int], seed: int) -> int:
+        return 5 + choose_by_hash(context, seed) % 200 if len(context) < 150 else in_circles(context, seed)
+
+    driver = driver_of(choose=late, num_blocks=257)
+    key = driver.add(range(10, 20), max_tokens=440)
+    num_steps = driver.run()
+    assert driver.output(key) == continuation(range(10, 20), 440, choose=late)
+    assert num_steps < 140 + 300 / 9 + 3 * STEPS_AHEAD  # the text before it, the rounds, and until they are noticed
 
 
 @pytest.mark.parametrize(
