@@ -144,11 +144,15 @@ class DequantisedLinear:
 
 
 def open_ops(device: torch.device, dtype: torch.dtype) -> Ops:
-    """Return the fastest operations for `device` and `dtype`; never raises: `TorchOps` serves everything."""
+    """Return the fastest operations for `device` and `dtype`; `TorchOps` serves everything. Raises `BackendError` for kernels that fail to compile."""
     if device.type == "cpu" and dtype in (torch.float32, torch.bfloat16):
         try:
             from backends.numba_ops import NumbaOps
         except ImportError:  # a machine without Numba
             return TorchOps()
         return NumbaOps(dtype)
+    if device.type == "cuda":
+        from backends.cuda_ops import open_cuda_ops
+
+        return open_cuda_ops(torch.cuda.get_device_capability(device)) or TorchOps()
     return TorchOps()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.kernels.variants import CACHE, SHIPPED, Variant
+from backends.kernels.variants import CACHE, ROWS, SHIPPED, Variant
 
 WARP = 32
 DECODE_ROWS = 16  # one warp's rows of a tensor-core tile
@@ -78,7 +78,11 @@ def dispatched(capability: tuple[int, int]) -> list[Variant]:
         for variant in SHIPPED
         if variant.q_dtype is not None and variant.kv_dtype is not None and variant.head_size is not None
     }
-    return [variant for variant in SHIPPED if variant in chosen or variant is CACHE]
+    return [
+        variant
+        for variant in SHIPPED
+        if variant in chosen or (variant in (CACHE, ROWS) and capability >= variant.minimum_capability)
+    ]
 
 
 def _fits(variant: Variant, capability: tuple[int, int]) -> bool:

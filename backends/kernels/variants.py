@@ -33,7 +33,7 @@ STAGES = 3  # keys on their way hide the latency of memory; see attention_mma.cu
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One module: a source file and its macros. The cache's module has kernels for all types and no macros."""
+    """One module: a source file and its macros. The modules of the cache and of rows have kernels for all types and no macros."""
 
     source: str
     q_dtype: torch.dtype | None = None
@@ -63,7 +63,7 @@ class Variant:
     @property
     def minimum_capability(self) -> tuple[int, int]:
         """The oldest compute capability that this variant compiles for."""
-        return MMA_CAPABILITY if self.uses_tensor_cores else SIMT_CAPABILITY
+        return SIMT_CAPABILITY if self.source in ("attention_simt.cu", "cache.cu") else MMA_CAPABILITY
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -115,6 +115,7 @@ def _simt(dtype: torch.dtype, head_sizes: tuple[int, ...]) -> list[Variant]:
 
 
 CACHE = Variant("cache.cu")
+ROWS = Variant("rows.cu")
 
 # Which of these serves a device is decided in dispatch.py. What is not here is refused: a float32 model over 8 bits, say, is better run in
 # bfloat16; tiny heads (16, 32) are those of the test checkpoints.
@@ -129,8 +130,9 @@ SHIPPED: tuple[Variant, ...] = (
     *_mma(torch.bfloat16, torch.bfloat16, (128, 256), stages=2),
     *_mma(torch.float16, torch.float16, (128, 256), stages=2),
     *_simt(torch.float32, (16, 32, *HEAD_SIZES)),
-    *_simt(torch.float16, (64, 80, 96, 128)),  # before tensor cores had what attention_mma.cu needs
+    *_simt(torch.float16, (64, 96, 128)),  # before tensor cores had what attention_mma.cu needs
     CACHE,
+    ROWS,
 )
 
 

@@ -48,6 +48,9 @@ BUDGETS = {
     "attention_simt": 168,
     "merge_parts": 64,
     "store_": 64,
+    "norm_": 64,
+    "rotate_": 64,
+    "gate_": 64,
 }
 REGISTERS, MAX_BLOCKS = 65536, 32
 # Of a multiprocessor (CUDA C++ Programming Guide, technical specifications by compute capability).
@@ -179,7 +182,7 @@ def judge(usage: Usage) -> list[str]:
     wanted = []
     if usage.kernel.startswith("attention_mma"):
         wanted = ["cp.async", "ldmatrix", "mma"]
-    elif usage.kernel.startswith(("attention_simt", "store_")):
+    elif usage.kernel.startswith(("attention_simt", "store_", "norm_", "gate_")):
         wanted = ["16-byte loads"]
     return faults + [f"no {name} in the machine code" for name in wanted if not usage.mix[name]]
 
@@ -309,7 +312,7 @@ def _launch_shape(variant: Variant, kernel: str) -> tuple[int, int]:
             shape = attention_shape(variant, group, is_decode)
             if shape.kernel == kernel:
                 return shape.threads, shape.shared_bytes
-    return 128, 0
+    return {"norm": 1024, "gate": 256}.get(kernel.rsplit("_", 1)[0], 128), 0
 
 
 def _dump(option: str, file: str) -> str:

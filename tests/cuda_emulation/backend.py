@@ -21,7 +21,7 @@ class EmulatedBackend(KernelBackend):
     name = NAME
 
     def __init__(self) -> None:
-        super().__init__(_Module, (8, 0))
+        super().__init__(LoadedModule, (8, 0))
 
     def unsupported(self, spec: KVCacheSpec, device: DeviceInfo) -> list[str]:
         reasons = spec.faults()
@@ -34,7 +34,9 @@ class EmulatedBackend(KernelBackend):
         return {"threads": str(torch.get_num_threads())}
 
 
-class _Module:
+class LoadedModule:
+    """A module whose launches run at once; a GPU's refusals are errors."""
+
     def __init__(self, variant: Variant) -> None:
         self._module = EmulatedModule(variant)
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from backends.cuda_ops import CudaOps
 from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
-from backends.ops import TorchOps
 from backends.registry import select_backend
 from service.engine.batch import StepEntry
 from service.model import graphs as graphs_module
@@ -23,7 +23,7 @@ from service.model.cuda_graphs import Forward, GraphBackend, GraphedDecodes, siz
 from service.model.graphs import StepGraphs
 from service.model.loading import LoadedModel, load_model
 from service.model.packing import pack
-from tests.cuda_emulation.backend import EmulatedBackend
+from tests.cuda_emulation.backend import EmulatedBackend, LoadedModule
 from tests.cuda_emulation.module import missing
 from tests.model.no_sync import HostSync, no_host_sync
 from tests.model.steps import CPU, make_entry
@@ -35,9 +35,9 @@ BLOCK = 16
 
 @pytest.fixture(scope="module")
 def model(data: Path) -> LoadedModel:
-    """With the operations that a GPU gets, in plain torch."""
+    """With the operations that a GPU gets, emulated as well."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "open_ops", lambda device, dtype: TorchOps())
+        patch.setattr(loading, "open_ops", lambda device, dtype: CudaOps(LoadedModule))
         return load_model(data / "golden/tiny-llama", dtype="float32")
 
 
