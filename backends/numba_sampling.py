@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from backends.numba_kernels.ranking import draw_ranked_kernel
 from backends.numba_kernels.sampling import draw_kernel, likeliest_kernel
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -46,5 +47,28 @@ def draw(
     draw_kernel(logits.dtype == torch.bfloat16).start(
         N * logits.shape[1], logits.data_ptr(), logits.stride(0) * logits.element_size(), rows.ctypes.data, N,
         logits.shape[1], temperatures.ctypes.data, min_ps.ctypes.data, numbers.ctypes.data, S, found.ctypes.data,
+    )  # fmt: skip
+    return found
+
+
+def draw_ranked(
+    logits: Tensor,
+    rows: npt.NDArray[np.int64],
+    temperatures: npt.NDArray[np.float32],
+    min_ps: npt.NDArray[np.float32],
+    numbers: npt.NDArray[np.float64],
+    top_ks: npt.NDArray[np.int64],
+    top_ps: npt.NDArray[np.float64],
+) -> npt.NDArray[np.int64]:
+    """Do what `draw` does among the `top_ks` likeliest ids of each row (V for all), of these the fewest that hold a share of `top_ps` (1 for all).
+
+    The share is of what top-k left. Equal weights rank by the lower id; the likeliest id always stays.
+    """
+    N, S = numbers.shape
+    found = np.empty((N, S), np.int64)
+    draw_ranked_kernel(logits.dtype == torch.bfloat16).start(
+        N * logits.shape[1], logits.data_ptr(), logits.stride(0) * logits.element_size(), rows.ctypes.data, N,
+        logits.shape[1], temperatures.ctypes.data, min_ps.ctypes.data, numbers.ctypes.data, S, found.ctypes.data,
+        top_ks.ctypes.data, top_ps.ctypes.data,
     )  # fmt: skip
     return found

@@ -46,11 +46,11 @@ LOWEST = -87.0  # exponents below give 0: under 1e-37 of the largest
 
 _read_half = make_reader(types.uint16, ir.IntType(16))
 _read_word = make_reader(types.uint32, ir.IntType(32))
-_read_double = make_reader(types.float64, ir.DoubleType())
+read_double = make_reader(types.float64, ir.DoubleType())
 
 
 @intrinsic
-def _largest(typing_context: Any, tag: Any, row: Any, count: Any) -> Any:
+def largest_of(typing_context: Any, tag: Any, row: Any, count: Any) -> Any:
     """Return the largest of `count` numbers, and their sum times zero: 0 if all of them are finite, NaN if not."""
     is_bf16 = is_bfloat16(tag)
 
@@ -70,7 +70,7 @@ def _largest(typing_context: Any, tag: Any, row: Any, count: Any) -> Any:
 
 
 @intrinsic
-def _weigh(
+def weigh(
     typing_context: Any, tag: Any, row: Any, count: Any, largest: Any, temperature: Any, floor: Any, target: Any
 ) -> Any:
     """Return the sum of the weights exp((x - largest) / temperature) of `count` numbers, 0 in place of those under `floor`.
@@ -108,7 +108,7 @@ def _bits(size: int, row: int, i: int) -> Any:
 
 
 @njit(nogil=True, error_model="numpy")
-def _fill(tail: Any, size: int, row: int, first: int, count: int, filling: Any) -> None:
+def fill_row(tail: Any, size: int, row: int, first: int, count: int, filling: Any) -> None:
     """Write numbers first … first + count - 1 of a row to `tail` as the bits of float32, and `filling` behind them."""
     for i in range(len(tail)):
         tail[i] = _bits(size, row, first + i) if i < count else filling
@@ -128,13 +128,13 @@ def _likeliest(arguments: int, tag: Any, size: int) -> None:
         row = logits + item * stride
         largest, zero, start = np.float32(-np.inf), np.float32(0), 0
         for first in range(0, whole, CHUNK):
-            most, nothing = _largest(tag, row + first * size, CHUNK)
+            most, nothing = largest_of(tag, row + first * size, CHUNK)
             zero += nothing
             if most > largest:
                 largest, start = most, first
         if whole < V:
-            _fill(tail, size, row, whole, V - whole, _bits(size, row, whole))
-            most, nothing = _largest(np.float32(0), tail.ctypes.data, CHUNK)
+            fill_row(tail, size, row, whole, V - whole, _bits(size, row, whole))
+            most, nothing = largest_of(np.float32(0), tail.ctypes.data, CHUNK)
             zero += nothing
             if most > largest:
                 largest, start = most, whole
@@ -170,27 +170,27 @@ def _draw(arguments: int, tag: Any, size: int) -> None:
             break
         row = logits + read_int64(rows + item * 8) * stride
         temperature, floor = read_float(temperatures + item * 4), read_float(floors + item * 4)
-        largest, _ = _largest(tag, row, V // LANES * LANES)
-        _fill(tail, size, row, whole * BLOCK, V - whole * BLOCK, np.uint32(0xFF800000))  # -inf
-        most, _ = _largest(np.float32(0), tail.ctypes.data, BLOCK)
+        largest, _ = largest_of(tag, row, V // LANES * LANES)
+        fill_row(tail, size, row, whole * BLOCK, V - whole * BLOCK, np.uint32(0xFF800000))  # -inf
+        most, _ = largest_of(np.float32(0), tail.ctypes.data, BLOCK)
         largest = max(largest, most)
         total = 0.0
         for block in range(num_blocks):
             if block < whole:
-                total += _weigh(tag, row + block * BLOCK * size, BLOCK, largest, temperature, floor, 0)
+                total += weigh(tag, row + block * BLOCK * size, BLOCK, largest, temperature, floor, 0)
             else:
-                total += _weigh(np.float32(0), tail.ctypes.data, BLOCK, largest, temperature, floor, 0)
+                total += weigh(np.float32(0), tail.ctypes.data, BLOCK, largest, temperature, floor, 0)
             until[block] = total
         for s in range(S):
             place = (item * S + s) * 8
-            target = _read_double(numbers + place) * total
+            target = read_double(numbers + place) * total
             block = min(np.searchsorted(until, target, side="right"), num_blocks - 1)
             while block > 0 and until[block] == until[block - 1]:  # the product above was rounded up to the whole
                 block -= 1
             if block < whole:
-                _weigh(tag, row + block * BLOCK * size, BLOCK, largest, temperature, floor, weights.ctypes.data)
+                weigh(tag, row + block * BLOCK * size, BLOCK, largest, temperature, floor, weights.ctypes.data)
             else:
-                _weigh(np.float32(0), tail.ctypes.data, BLOCK, largest, temperature, floor, weights.ctypes.data)
+                weigh(np.float32(0), tail.ctypes.data, BLOCK, largest, temperature, floor, weights.ctypes.data)
             running = until[block - 1] if block > 0 else 0.0
             # The two sums differ in rounding: past the end means the last id that has weight.
             chosen = 0

@@ -58,22 +58,27 @@ def draw(logits: Tensor, rows: Sequence[int], entries: Sequence[StepEntry]) -> l
     if kernels is None:
         return draw_with_torch(logits, rows, entries)
     width = logits.shape[1]
-    chosen: dict[int, list[int]] = {}
-    plain = [row for row in rows if not wants_ranking(entries[row], width)]
-    if plain:
-        drawing = [entries[row] for row in plain]
-        found: list[list[int]] = kernels.draw(
+    found: dict[int, list[int]] = {}
+    for ranks in (False, True):
+        kind = [row for row in rows if wants_ranking(entries[row], width) == ranks]
+        if not kind:
+            continue
+        drawing = [entries[row] for row in kind]
+        params = [entry.sampling for entry in drawing]
+        arguments = (
             logits,
-            np.array(plain, np.int64),
-            np.array([entry.sampling.temperature for entry in drawing], np.float32),
-            np.array([entry.sampling.min_p for entry in drawing], np.float32),
+            np.array(kind, np.int64),
+            np.array([p.temperature for p in params], np.float32),
+            np.array([p.min_p for p in params], np.float32),
             numbers_of(drawing),
-        ).tolist()
-        chosen = {row: ids[: len(entry.seeds)] for row, ids, entry in zip(plain, found, drawing, strict=True)}
-    ranked = [row for row in rows if row not in chosen]
-    if ranked:
-        chosen |= dict(zip(ranked, draw_with_torch(logits, ranked, entries), strict=True))
-    return [chosen[row] for row in rows]
+        )
+        if ranks:
+            top_ks = np.array([p.top_k if 0 < p.top_k < width else width for p in params], np.int64)
+            chosen = kernels.draw_ranked(*arguments, top_ks, np.array([p.top_p for p in params]))
+        else:
+            chosen = kernels.draw(*arguments)
+        found |= dict(zip(kind, chosen.tolist(), strict=True))
+    return [found[row][: len(entries[row].seeds)] for row in rows]
 
 
 def wants_ranking(entry: StepEntry, width: int) -> bool:

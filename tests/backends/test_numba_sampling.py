@@ -79,6 +79,70 @@ def test_an_id_is_drawn_by_the_share_that_a_number_falls_into(dtype: torch.dtype
     assert numba_sampling.draw(logits, rows, temperatures, min_ps, numbers).tolist() == wanted.tolist()
 
 
+def kept_ids(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64]:
+    """Return what may be drawn, likeliest first: the definition, in float64, by a full sort."""
+    share = reference(row, temperature, 0.0)
+    order = np.argsort(-share, kind="stable")
+    order = order[share[order] > 0][:top_k]
+    mass = share[order].sum() if top_k < len(share) else 1.0
+    before = np.cumsum(share[order]) - share[order]
+    is_kept = (before < top_p * mass) | (top_p >= 1)
+    is_kept &= share[order] >= min_p * share.max()
+    is_kept[0] = True
+    return order[is_kept]
+
+
+FILTERS = [
+    (1, 1.0, 0.0), (5, 1.0, 0.0), (700, 1.0, 0.0), (30_000, 1.0, 0.0), (49152, 0.5, 0.0), (49152, 0.95, 0.0), (49152, 1e-9, 0.0),
+    (40, 0.7, 0.0), (5000, 0.6, 0.0), (49152, 0.9, 0.05), (100, 0.95, 0.3), (49152, 0.9999, 0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("filters", FILTERS, ids=str)
+@pytest.mark.parametrize("width", [1, 61, 513, 49152])
+@pytest.mark.parametrize("spread", [4.0, 0.3])
+def test_the_first_and_the_last_that_ranks_allow_are_drawn_and_none_beyond(
+    dtype: torch.dtype, width: int, spread: float, filters: tuple[int, float, float]
+) -> None:
+    """`spread` 0.3 leaves tens of thousands of ids of about the same weight; bfloat16 makes whole flocks of them equal."""
+    logits = random_logits(3, width, dtype) / 4 * spread
+    top_k, top_p, min_p = min(filters[0], width), filters[1], filters[2]
+    temperatures = np.array([1.0, 0.7, 1.5], np.float32)
+    numbers, wanted = np.zeros((3, 4)), np.zeros((3, 4), np.int64)
+    for row in range(3):
+        share = reference(logits[row], float(temperatures[row]), 0.0)
+        kept = kept_ids(logits[row], float(temperatures[row]), top_k, top_p, min_p)
+        shares = share[kept] / share[kept].sum()
+        middles = np.zeros(width)
+        by_id = np.argsort(kept)
+        middles[by_id] = np.cumsum(shares[by_id]) - shares[by_id] / 2
+        num_clear = int((shares > 1e-5).sum())  # of others the share is within the rounding of the sums
+        for place, rank in enumerate((0, num_clear // 3, num_clear // 2, num_clear - 1)):
+            numbers[row, place], wanted[row, place] = middles[rank], kept[rank]
+    found = numba_sampling.draw_ranked(
+        logits, np.arange(3), temperatures, np.full(3, min_p, np.float32), numbers, np.full(3, top_k), np.full(3, top_p)
+    )
+    for row in range(3):
+        kept = np.sort(kept_ids(logits[row], float(temperatures[row]), top_k, top_p, min_p))
+        # A share of a twenty-thousandth is a few roundings wide: there a neighbour is right too.
+        distances = np.abs(np.searchsorted(kept, found[row]) - np.searchsorted(kept, wanted[row]))
+        assert distances.max() <= (0 if len(kept) < 2000 else 2)
+
+
+def test_of_equal_weights_the_lower_ids_are_kept() -> None:
+    logits = torch.zeros(1, 6000)
+    logits[0, 4000:] = 1.0
+    ends = np.array([[0.0, 1 - 2**-53]])
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    for top_k, last in ((1, 4000), (300, 4299), (2000, 5999), (2001, 0), (2500, 499)):
+        found = numba_sampling.draw_ranked(logits, np.arange(1), one, zero, ends, np.array([top_k]), np.ones(1))[0]
+        assert found.tolist() == [0 if top_k > 2000 else 4000, 5999 if top_k > 2000 else last]
+    top_p = 1000 * np.e / (2000 * np.e + 4000)
+    found = numba_sampling.draw_ranked(logits, np.arange(1), one, zero, ends, np.array([6000]), np.array([top_p]))[0]
+    assert found[0] == 4000
+    assert abs(found[1] - 4999) <= 1
+
+
 def test_an_id_without_weight_is_never_drawn(dtype: torch.dtype) -> None:
     """The smallest and the largest number there is, on rows that begin and end with impossible ids."""
     logits = torch.full((2, 700), -np.inf, dtype=dtype)

@@ -309,9 +309,10 @@ def test_kernels_and_torch_draw_the_same_ids(monkeypatch: pytest.MonkeyPatch) ->
     logits[5, 7] = torch.nan
     parameters: list[dict[str, Any]] = [
         {}, {"temperature": 0}, {"temperature": 0.3}, {"min_p": 0.1}, {"top_p": 0.8}, {"top_k": 9},
-        {"logit_bias": {3: 5.0}}, {"temperature": 0, "logprobs": 2},
+        {"logit_bias": {3: 5.0}}, {"temperature": 0, "logprobs": 2}, {"top_p": 0.95, "top_k": 50, "min_p": 0.02},
+        {"top_p": 0.97, "temperature": 2.0},
     ]  # fmt: skip
-    entries = [make_entry(seeds=(row, row + 100), **parameters[row % 8]) for row in range(24)]
+    entries = [make_entry(seeds=(row, row + 100), **parameters[row % 10]) for row in range(24)]
     with_kernels = Sampler(2990).sample(logits.clone(), entries)
     monkeypatch.setattr(sampler, "row_kernels", lambda _: None)
     monkeypatch.setattr(drawing, "row_kernels", lambda _: None)
