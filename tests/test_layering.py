@@ -18,6 +18,7 @@ CORE = {
     "service.engine.flight",
     "service.engine.ngram",
     "service.engine.prefixes",
+    "service.engine.roster",
     "service.engine.scheduler",
     "service.engine.speculation",
     "service.engine.core",

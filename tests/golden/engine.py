@@ -15,8 +15,8 @@ from backends.kv_cache import KVCache
 from backends.registry import open_backend
 from service.config import SchedulerConfig
 from service.engine.batch import PromptLogprob, SampledToken, StepBatch, StepOutput, complete
-from service.engine.core import EngineCore, RequestKey
-from service.engine.request import ChoiceAdvanced, RequestFailed, RequestStarted
+from service.engine.core import EngineCore
+from service.engine.request import ChoiceAdvanced, RequestFailed, RequestKey, RequestStarted
 from service.messages import SamplingParams
 from service.model.loading import LoadedModel
 from service.model.runner import MAX_CAPTURED_TOKENS, ModelRunner
