@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 from types import MappingProxyType
 
@@ -14,6 +16,7 @@ import pytest
 from backends import registry
 from tests.cuda_emulation.backend import LINE, NAME
 from tests.cuda_emulation.module import missing
+from tests.end_to_end.server import running
 from tests.end_to_end.tiny_service import tiny_service
 
 SIMULATED = """
@@ -70,3 +73,42 @@ async def test_a_quantised_pool_serves_and_both_cpu_backends_read_it_alike(backe
         ids = await answer(backend, kv_dtype)
         assert len(ids) == 8
         assert ids == await answer("reference", kv_dtype)
+
+
+def command_answer(folder: Path, data: Path, backend: str) -> str:
+    """Start the README's command with `backend` and ask it over HTTP."""
+    options = ("--model", str(data / "golden/tiny-llama"), "--max-model-len", "32", "--backend", backend)
+    with running(folder, *options) as server:
+        assert server.stats()["backend"] == backend
+        body = {"prompt": "The cat sat", "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{server.url}/v1/completions",
+            data=json.dumps(body).encode(),
+            headers={"Content-Type": "application/json"},
+        )
+        with urllib.request.urlopen(request, timeout=120) as response:
+            text: str = json.loads(response.read())["choices"][0]["text"]
+            return text
+
+
+@pytest.fixture(scope="module")
+def command_reference(data: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return command_answer(tmp_path_factory.mktemp("reference"), data, "reference")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["numba-cpu", "numba-cuda"])
+def test_the_readmes_commands_answer_alike(
+    backend: str, command_reference: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process of its own each: the simulator is chosen when Python starts."""
+    if backend == "numba-cuda":
+        monkeypatch.setenv("NUMBA_ENABLE_CUDASIM", "1")
+    assert len(command_reference) >= 8
+    assert command_answer(tmp_path, data, backend) == command_reference
+
+
+def test_the_readme_shows_the_commands_that_are_tested() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    for backend in ("reference", "numba-cpu", "numba-cuda"):
+        assert f"looseleaf serve --model tests/data/golden/tiny-llama --max-model-len 32 --backend {backend}" in readme
