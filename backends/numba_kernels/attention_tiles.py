@@ -60,6 +60,7 @@ from backends.numba_kernels.vectors import (
     LANES,
     copy_bytes,
     keep,
+    prefetch,
     read_float,
     read_int32,
     read_int64,
@@ -185,7 +186,7 @@ def _attend(arguments: int, kind: Any) -> None:
             if start + PASS_KEYS < highest:
                 _look_ahead(
                     ahead, table, index, slot, start + PASS_KEYS - group, last_group - group, head_cache, B, block_stride,
-                    slot_stride, value_offset,
+                    slot_stride, value_offset, first_scale, scale_block_stride, scale_value_offset,
                 )  # fmt: skip
             elif read_int64(arguments) < num_items:
                 # Most likely this thread's next.
@@ -200,7 +201,7 @@ def _attend(arguments: int, kind: Any) -> None:
                     _look_ahead(
                         ahead, read_int64(header + TABLES) + read_int64(tile_later + TILE_TABLE), low // B, low % B, 0,
                         (high - 1) // LANES * LANES - low, cache + later % Hkv * head_stride, B, block_stride, slot_stride,
-                        value_offset,
+                        value_offset, scales + later % Hkv * scale_head_stride, scale_block_stride, scale_value_offset,
                     )  # fmt: skip
             else:
                 fetched = 0
@@ -277,8 +278,14 @@ def _look_ahead(
     block_stride: int,
     slot_stride: int,
     value_offset: int,
+    scales: int,
+    scale_block_stride: int,
+    scale_value_offset: int,
 ) -> None:
-    """Write where 4 groups of keys and of values lie, from `distance` tokens after a slot on and no further than `last` tokens after it."""
+    """Write where 4 groups of keys and of values lie, from `distance` tokens after a slot on and no further than `last` tokens after it.
+
+    The scales of a quantised pool, `scales` of the kv head, are asked for at once.
+    """
     passed = 0
     for g in range(GROUPS):
         wanted = min(distance + g * LANES, last)
@@ -286,7 +293,11 @@ def _look_ahead(
             passed, slot = passed + LANES, slot + LANES
             if slot == B:
                 index, slot = index + 1, 0
-        address = cache + np.int64(read_int32(table + index * 4)) * block_stride + slot * slot_stride
+        block = np.int64(read_int32(table + index * 4))
+        address = cache + block * block_stride + slot * slot_stride
+        if scales:
+            prefetch(scales + block * scale_block_stride + slot * 4, 64)
+            prefetch(scales + block * scale_block_stride + slot * 4 + scale_value_offset, 64)
         write_int64(target + g * 8, address)
         write_int64(target + (GROUPS + g) * 8, address + value_offset)
 
@@ -294,6 +305,10 @@ def _look_ahead(
 @njit(nogil=True, error_model="numpy")
 def _read_scales(keys: int, values: int, written: int, target: int) -> None:
     """Copy 16 scales of keys, and of values PASS_KEYS further; zeros in place of those that were not written."""
+    if written == LANES:
+        copy_bytes(target, keys, 64)
+        copy_bytes(target + PASS_KEYS * 4, values, 64)
+        return
     for t in range(LANES):
         write_float(target + t * 4, read_float(keys + t * 4) if t < written else np.float32(0))
         write_float(target + (PASS_KEYS + t) * 4, read_float(values + t * 4) if t < written else np.float32(0))

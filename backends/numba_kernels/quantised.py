@@ -13,6 +13,7 @@ from numba import types
 
 from backends.numba_kernels.vectors import (
     F32,
+    HAS_BF16_DOT,
     I64,
     LANES,
     VF,
@@ -24,6 +25,7 @@ from backends.numba_kernels.vectors import (
     constant,
     emit_load,
     emit_reduce,
+    emit_round_pair,
     emit_splat,
     emit_store,
     has_scales,
@@ -65,17 +67,29 @@ def widen_row(typing_context: Any, tag: Any, kind: Any, source: Any, target: Any
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         _, _, source, target, count = arguments
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64) as (i, _):
-            element = emit_load(b, b.add(source, i), _VB)
-            x = b.sitofp(b.sext(element, VI), VF) if reads_int8 else _widen_fp8(b, element)
+        step = LANES
+        if is_bf16 and HAS_BF16_DOT:
+            step = 2 * LANES  # by one instruction, which is exact here
+            with cgutils.for_range_slice(b, I64(0), b.and_(count, I64(-step)), I64(step), intp=I64) as (i, _):
+                low, high = (_widen(b, reads_int8, b.add(source, b.add(i, I64(at)))) for at in (0, LANES))
+                emit_store(b, emit_round_pair(b, low, high), b.add(target, b.shl(i, I64(1))))
+        rest = I64(0) if step == LANES else b.and_(count, I64(-step))
+        with cgutils.for_range_slice(b, rest, count, I64(LANES), intp=I64) as (i, _):
+            x = _widen(b, reads_int8, b.add(source, i))
             if is_bf16:
                 half = b.trunc(b.lshr(b.bitcast(x, VI), _integers(16)), VH)
-                emit_store(b, half, b.add(target, b.shl(i, ir.Constant(I64, 1))))
+                emit_store(b, half, b.add(target, b.shl(i, I64(1))))
             else:
-                emit_store(b, x, b.add(target, b.shl(i, ir.Constant(I64, 2))))
+                emit_store(b, x, b.add(target, b.shl(i, I64(2))))
         return context.get_dummy_value()
 
     return types.void(tag, kind, types.int64, types.int64, types.int64), generate
+
+
+def _widen(b: Builder, is_int8: bool, address: Value) -> Value:
+    """Load 16 elements as float32."""
+    element = emit_load(b, address, _VB)
+    return b.sitofp(b.sext(element, VI), VF) if is_int8 else _widen_fp8(b, element)
 
 
 def _widen_fp8(b: Builder, element: Value) -> Value:

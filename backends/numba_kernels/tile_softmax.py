@@ -34,7 +34,6 @@ from backends.numba_kernels.vectors import (
     LANES,
     VF,
     VI,
-    BFloat,
     Builder,
     Value,
     cgutils,
@@ -45,6 +44,7 @@ from backends.numba_kernels.vectors import (
     emit_fma,
     emit_load,
     emit_maximum,
+    emit_round_pair,
     emit_splat,
     emit_store,
     emit_transpose,
@@ -497,9 +497,7 @@ def _emit_cap(b: Builder, score: Value, has_cap: Value, scale: Value, cap: Value
 
 def _emit_pair(b: Builder, even: Value, odd: Value) -> Value:
     """Round two vectors to bfloat16 and put them into the halves of words."""
-    both = ir.VectorType(BFloat(), 2 * LANES)
-    convert = get_function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", both, [VF, VF])
-    halves = b.bitcast(b.call(convert, [odd, even]), _HALVES)
+    halves = emit_round_pair(b, even, odd)
     return b.bitcast(_lanes(b, halves, [i // 2 + LANES * (i % 2) for i in range(2 * LANES)]), VI)
 
 

@@ -159,6 +159,13 @@ def emit_round_bf16(b: Builder, x: Value) -> Value:
     return b.trunc(b.lshr(rounded, ir.Constant(VI, [16] * LANES)), VH)
 
 
+def emit_round_pair(b: Builder, first: Value, second: Value) -> Value:
+    """Round 32 float32 to bfloat16 bits, those of `first` first. Needs HAS_BF16_DOT."""
+    wide = ir.VectorType(BFloat(), 2 * LANES)
+    both = b.call(get_function(b, "llvm.x86.avx512bf16.cvtne2ps2bf16.512", wide, [VF, VF]), [second, first])
+    return b.bitcast(both, ir.VectorType(I16, 2 * LANES))
+
+
 def is_bfloat16(tag: Any) -> bool:
     return bool(tag == types.uint16)
 
