@@ -1,13 +1,15 @@
 """How fast attention over blocks is, against gathering the blocks and calling torch's scaled_dot_product_attention, in the same run.
 
-    python ops/bench/attention.py [--threads 2] [--backend numba-cpu] [--rounds 9]
+    python ops/bench/attention.py [--threads 2] [--backend numba-cpu] [--rounds 9] [--only decode]
 
-The shape is that of SmolLM2-135M: 9 query heads over 3 kv heads, head size 64, blocks of 16, bfloat16.
+The shape is that of SmolLM2-135M: 9 query heads over 3 kv heads, head size 64, blocks of 16, bfloat16; the last column has the same over a
+pool of int8 elements. One layer's keys may stay in the caches from one round to the next, which those of a whole model do not.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -25,6 +27,8 @@ SPEC = KVCacheSpec(num_layers=1, num_heads=9, num_kv_heads=3, head_size=64, bloc
 CASES = {
     "decode 1 x 512": [(1, 512)],
     "decode 1 x 4096": [(1, 4096)],
+    "decode 4 x 4096": [(1, 4096)] * 4,
+    "decode 32 x 264": [(1, 264)] * 32,
     "decode 16 x 512": [(1, 512)] * 16,
     "decode 16 x 2048": [(1, 2048)] * 16,
     "prefill 512": [(512, 512)],
@@ -40,30 +44,41 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--backend", default="numba-cpu")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", default="", help="a part of the names of the cases to run")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.set_grad_enabled(False)
     backend = open_backend(options.backend, SPEC, DeviceInfo("cpu"))
+    quantised = dataclasses.replace(SPEC, quantised=torch.int8)
     print(f"{options.backend}, {options.threads} threads, read bandwidth {read_bandwidth() / 1e9:.1f} GB/s")
     for name, sequences in CASES.items():
+        if options.only not in name:
+            continue
         run, gathered, kv_bytes, flops = prepare(backend, sequences)
-        times = best_times({"run": run, "gathered": gathered}, options.rounds)
+        run_int8 = prepare(backend, sequences, quantised)[0]
+        times = best_times({"run": run, "int8": run_int8, "gathered": gathered}, options.rounds)
         seconds = times["run"]
         print(
             f"{name:24} {seconds * 1e6:8.0f} us {kv_bytes / seconds / 1e9:6.1f} GB/s {flops / seconds / 1e9:6.0f} GFLOP/s"
-            f" | gather + SDPA {times['gathered'] * 1e6:8.0f} us, {times['gathered'] / seconds:.1f} times ours",
+            f" | gather + SDPA {times['gathered'] * 1e6:8.0f} us, {times['gathered'] / seconds:.1f} times ours"
+            f" | int8 {times['int8'] * 1e6:8.0f} us",
             flush=True,
         )
 
 
 def prepare(
-    backend: AttentionBackend[Any], sequences: Sequence[tuple[int, int]]
+    backend: AttentionBackend[Any], sequences: Sequence[tuple[int, int]], spec: KVCacheSpec = SPEC
 ) -> tuple[Callable[[], None], Callable[[], None], float, float]:
     """Lay the sequences out in random blocks; return both contenders, bytes of keys and values, and multiply-adds times two."""
-    B, D = SPEC.block_size, SPEC.head_size
+    B, D = spec.block_size, spec.head_size
     counts = [(length + B - 1) // B for _, length in sequences]
-    cache = KVCache(SPEC, sum(counts) + 1, torch.device("cpu"))
-    cache.layer(0).normal_()
+    cache = KVCache(spec, sum(counts) + 1, torch.device("cpu"))
+    scales = cache.scales(0)
+    if scales is None:
+        cache.layer(0).normal_()
+    else:
+        cache.layer(0).random_(-127, 128)
+        scales.fill_(1 / 40)
     free = (torch.randperm(sum(counts)) + 1).to(torch.int32)
     tables = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
     for s, part in enumerate(free.split(counts)):
@@ -73,7 +88,9 @@ def prepare(
     lengths = torch.tensor([length for _, length in sequences], dtype=torch.int32)
     slots = torch.zeros(T, dtype=torch.int64)
     meta = AttentionMetadata(starts, lengths, tables, slots, max(n for n, _ in sequences), int(lengths.max()))
-    layer = AttentionLayer(0, SPEC.num_heads, SPEC.num_kv_heads, D, D**-0.5, cache.layer(0))
+    layer = AttentionLayer(
+        0, SPEC.num_heads, SPEC.num_kv_heads, D, D**-0.5, cache.layer(0), scales=scales, dtype=SPEC.dtype
+    )
     q = torch.randn(T, SPEC.num_heads, D).bfloat16()
     out = torch.empty_like(q)
     plan = backend.plan(meta, [layer])
