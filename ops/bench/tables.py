@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from cases import Case
 from document import Document
 from machine import describe_machine
+from ratios import GOODPUT, SPEED, TTFT, Measure, ratio_table
 from report import TPOT_LIMIT_S, TTFT_LIMIT_S, number, table
 from results import (
     MAX_OTHERS_CORES,
@@ -39,6 +40,8 @@ def report(document: Document) -> str:
             parts.append(f"### {case.label}\n\n{chat_table(case.label, peers, turns)}\n\n{limits}")
     if pairs := [(case.calm_label, case.label) for case in document.cases if case.is_disturbed]:
         parts.append(f"### Beside one busy process\n\n{disturbed_table(pairs, peers, turns)}")
+    if lines := ratio_tables(calm, document):
+        parts.append(f"### Ratios within a round, median (min–max)\n\n{lines}")
     if document.rooflines and (lines := roofline_tables(document)):
         parts.append(f"### Against the roofline\n\n{lines}")
     parts.append(f"### Start, memory, idle\n\n{start_table(peers, turns)}")
@@ -47,6 +50,22 @@ def report(document: Document) -> str:
     ]:
         parts.append("### Not measured\n\n" + "\n".join(missing))
     return "\n\n".join([*parts, describe_machine(document.machine)])
+
+
+def ratio_tables(cases: Sequence[Case], document: Document) -> str:
+    """Lay out how far each of our formats is ahead, case by case; for a long or shared prompt also of the time to the first token."""
+    tables = [
+        ratio_table(case.label, measure, document.peers, document.turns)
+        for case in cases
+        for measure in _measures_of(case)
+    ]
+    return "\n\n".join(filter(None, tables))
+
+
+def _measures_of(case: Case) -> list[Measure]:
+    if case.rate is not None:
+        return [GOODPUT]
+    return [SPEED, TTFT] if case.workload.name in {"w2", "w3"} else [SPEED]
 
 
 def roofline_tables(document: Document) -> str:
@@ -66,7 +85,16 @@ def roofline_tables(document: Document) -> str:
 
 def _roofline_table(case: Case, document: Document, roofline: Roofline) -> str:
     size = (case.workload.prompt_tokens, case.workload.max_tokens)
-    header = ["peer", "weights", "ideal out tok/s", "reached %", "ideal TPOT ms", "reached %", "ideal TTFT ms, alone"]
+    header = [
+        "peer",
+        "weights",
+        "ideal out tok/s",
+        "reached %",
+        "ideal TPOT ms",
+        "reached %",
+        "ideal TTFT ms",
+        "reached %",
+    ]
     rows = []
     for peer in document.peers:
         good = good_runs(case.label, peer, document.turns)
@@ -77,6 +105,8 @@ def _roofline_table(case: Case, document: Document, roofline: Roofline) -> str:
         pace_ms = 1000 * ideal_tpot_s(roofline, weights, case.concurrency, *size)
         speed = median([output_speed(run) for run in good])
         tpot_ms = median_of(good, lambda run: run.summary.tpot_median_ms)
+        first_ms = 1000 * ideal_ttft_s(roofline, size[0])
+        ttft_ms = median_of(good, lambda run: run.summary.ttft_p50_ms) if case.concurrency == 1 else None
         rows.append(
             (
                 peer,
@@ -85,7 +115,8 @@ def _roofline_table(case: Case, document: Document, roofline: Roofline) -> str:
                 number(100 * speed / ideal if speed else None, 0),
                 number(pace_ms),
                 number(100 * pace_ms / tpot_ms if tpot_ms else None, 0),
-                number(1000 * ideal_ttft_s(roofline, size[0]), 0),
+                number(first_ms, 0),
+                number(100 * first_ms / ttft_ms if ttft_ms else None, 0),  # alone: others' prompts are no waste
             )
         )
     return table(header, rows)
