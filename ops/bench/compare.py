@@ -111,11 +111,13 @@ def compare(args: argparse.Namespace) -> Document:
         check_resumable(old, document, args.json)
         document.rooflines, document.turns = old.rooflines, old.turns
     has_chats = any(case.rate is not None for case in args.cases)
+    tokenizer = read_tokenizer(args.tokenizer)
+    assert tokenizer is not None  # only a missing path gives none
     plan = Plan(
         place=place,
         cases=args.cases,
         book=args.text.read_text(),
-        tokenizer=read_tokenizer(args.tokenizer),
+        tokenizer=tokenizer,
         trace=read_trace(CHAT_TRACE) if has_chats else (),
         seed=args.seed,
         extra=args.extra,

@@ -177,6 +177,15 @@ def test_a_case_of_some_rounds_and_a_peer_of_some_cases_are_left_out_elsewhere(a
     }
 
 
+def test_a_slow_peer_gets_the_first_half_of_the_requests_of_a_large_load(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "SLOW_PEERS", {"theirs"})
+    assert compare.main([*arguments, "--peers", "ours", "theirs", "--rounds", "1", "--cases", "w1:4", "w1:16"]) == 0
+    counts = [[case["summary"]["num_requests"] for case in turn["cases"]] for turn in turns(arguments)]
+    assert counts == [[8, 32], [8, 16]]
+
+
 def test_chats_and_a_busy_neighbour_are_measured_and_reported(
     arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
