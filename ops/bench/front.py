@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -132,6 +133,7 @@ def serve(engine: Engine, options: argparse.Namespace, loop: asyncio.AbstractEve
     """Serve on the loop that the engine delivers to, until a signal ends it."""
     front = Front(engine, Tokenizer.from_file(options.tokenizer))
     web.run_app(front.app(), host="127.0.0.1", port=options.port, loop=loop, print=None, access_log=None)
+    os._exit(0)  # an engine's thread may never end by itself, and nothing is left to be saved
 
 
 def _event(document: dict[str, Any]) -> bytes:
