@@ -120,12 +120,12 @@ TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def open_cuda_ops(capability: tuple[int, int]) -> CudaOps | None:
-    """Return the operations for the current GPU; None without CuPy or on an older one than the kernels are for. Raises `BackendError`."""
+    """Return the operations for the current GPU; None without CuPy, with an older driver than it needs, or on an older GPU. Raises `BackendError`."""
     if capability < MMA_CAPABILITY or importlib.util.find_spec("cupy") is None:
         return None
-    from backends.cupy_raw import CupyModule
+    from backends.cupy_raw import CupyModule, driver_fault
 
-    return CudaOps(CupyModule)
+    return None if driver_fault() is not None else CudaOps(CupyModule)
 
 
 def _serves(x: Tensor, weight: Tensor) -> bool:

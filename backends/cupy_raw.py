@@ -42,14 +42,12 @@ class CupyBackend(KernelBackend):
         if not torch.cuda.is_available():
             return [*reasons, "device is cuda, but torch sees no usable CUDA device"]
         try:
-            import cupy
+            import cupy  # noqa: F401  # whether it is there
         except ImportError as error:
             return [*reasons, f"CuPy is not installed ({error}); pip install looseleaf[cupy]"]
-        driver, compiler = cupy.cuda.runtime.driverGetVersion(), _compiler_version()
-        if driver // 1000 < compiler[0]:
-            reasons.append(
-                f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}; NVRTC {compiler[0]}.{compiler[1]} needs CUDA {compiler[0]}"
-            )
+        fault = driver_fault()
+        if fault is not None:
+            reasons.append(fault)
         if self._capability < SIMT_CAPABILITY:
             major, minor = self._capability
             reasons.append(f"compute capability is {major}.{minor}; CUDA 13 compiles for 7.5 and later")
@@ -104,6 +102,16 @@ class CupyModule:
                 stream = cupy.cuda.ExternalStream(current.cuda_stream, current.device_index)
             self._streams[current.cuda_stream] = stream
         return stream
+
+
+def driver_fault() -> str | None:
+    """Return why the driver cannot load what NVRTC compiles, or None. Needs CuPy."""
+    import cupy
+
+    driver, (major, minor) = cupy.cuda.runtime.driverGetVersion(), _compiler_version()
+    if driver // 1000 >= major:
+        return None
+    return f"the driver is for CUDA {driver // 1000}.{driver % 1000 // 10}; NVRTC {major}.{minor} needs CUDA {major}"
 
 
 def cubin(variant: Variant, capability: tuple[int, int]) -> Path:

@@ -170,11 +170,14 @@ def test_a_gpu_gets_them_where_cupy_is_and_the_card_is_new_enough(monkeypatch: p
     import backends.cupy_raw
 
     monkeypatch.setattr(backends.cupy_raw, "CupyModule", LoadedModule)
+    monkeypatch.setattr(backends.cupy_raw, "driver_fault", lambda: None)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(__spec__=object()))
     assert isinstance(open_cuda_ops((9, 0)), CudaOps)
     assert open_cuda_ops((7, 5)) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert isinstance(open_ops(torch.device("cuda"), torch.bfloat16), CudaOps)
+    monkeypatch.setattr(backends.cupy_raw, "driver_fault", lambda: "too old")
+    assert open_cuda_ops((9, 0)) is None
     monkeypatch.setitem(sys.modules, "cupy", None)
     assert open_cuda_ops((9, 0)) is None
     assert type(open_ops(torch.device("cuda"), torch.bfloat16)) is TorchOps
