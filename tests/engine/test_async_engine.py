@@ -486,3 +486,11 @@ async def test_a_step_that_was_recalled_is_not_computed_and_one_that_has_begun_s
         assert (await outputs[0]).step_id == 101
         assert (await outputs[2]).step_id == 103
         assert it.runner.batches == [one, three]
+
+
+async def test_closing_the_executor_tells_every_result_that_was_computed() -> None:
+    """Also those that are told a moment late because another step waits behind them."""
+    async with running_engine() as it:
+        outputs = [it.executor.submit(StepBatch(step_id=step_id, entries=())) for step_id in range(101, 106)]
+        assert await it.executor.close()
+        assert [output.step_id for output in await asyncio.gather(*outputs)] == list(range(101, 106))
