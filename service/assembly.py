@@ -6,12 +6,14 @@ raises `StartupError` here, and what is returned has already computed a step of 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 
 from allocator import PUBLIC, BlockPool, PrefixCache, Quota, Quotas
 from backends.errors import BackendError
@@ -105,7 +107,14 @@ def assemble(config: Config, report: Report) -> Assembly:
         # After the warm-up: threads that torch starts inherit the binding of the thread that starts them.
         report(f"compute threads bound to processors {pin_compute_threads()}")
     pool, prefix_cache = open_pool(config.cache, size.num_blocks)
-    core = EngineCore(config.scheduler, pool, prefix_cache, max_model_len=size.max_model_len)
+    scheduler = config.scheduler
+    if scheduler.overlap is None:
+        # Where every core computes, the loop's work slows the step that it overlaps by as much as it saves between steps.
+        has_core_left = torch.get_num_threads() < len(
+            os.sched_getaffinity(os.getpid())
+        )  # of the process, not of this thread
+        scheduler = replace(scheduler, overlap=device.kind == "cuda" or has_core_left)
+    core = EngineCore(scheduler, pool, prefix_cache, max_model_len=size.max_model_len)
     info = EngineInfo(
         model=served_name(config),
         backend=selection.backend.name,

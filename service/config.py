@@ -66,7 +66,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # guesses a sequence and step
     min_ngram: Annotated[int, Meta(ge=1, le=16)] = 1  # tokens that must have stood together before
     max_ngram: Annotated[int, Meta(ge=1, le=16)] = 3  # the longest match counts
-    overlap: bool = True  # plan the next step while one is computed
+    overlap: bool | None = (
+        None  # plan the next step while one is computed; None: where the model leaves the loop a core
+    )
 
 
 class BackendConfig(Section, frozen=True, kw_only=True):

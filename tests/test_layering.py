@@ -53,7 +53,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "service.web": (set(), set()),
     "service.app": (OURS, {"aiohttp", "msgspec", "structlog", "uvloop", "prometheus_client", "torch"}),
     "service.cli": (OURS, {"aiohttp", "msgspec", "structlog", "uvloop", "torch"}),
-    "service.assembly": (OURS, {"torch"}),
+    "service.assembly": (OURS, {"torch", "msgspec"}),
     "service.check": (OURS, {"torch", "msgspec"}),
     "service.terminal": (LEAVES, {"aiohttp", "msgspec"}),
     "service": ({"service"}, set()),
