@@ -142,6 +142,11 @@ def open_pool(cache: CacheConfig, num_blocks: int) -> tuple[BlockPool, PrefixCac
     return pool, PrefixCache(pool, sub_blocks=cache.sub_blocks) if cache.prefix_caching else None
 
 
+def _num_processors() -> int:
+    """Count the processors that the process may use; the calling thread may be bound to fewer."""
+    return len(os.sched_getaffinity(os.getpid())) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def available_device(config: Config) -> DeviceInfo:
     """Return the device that `backend.device` names, the best one there is for "auto"; raises `BackendUnavailable`."""
     wanted = config.backend.device
