@@ -59,7 +59,7 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     """How steps are filled."""
 
     max_num_seqs: Positive = 64  # sequences that run at once
-    token_budget: Positive = 512  # tokens a step: bounds the time between two tokens of a stream
+    token_budget: Positive = 256  # tokens a step: bounds the time between two tokens of a stream (GPU: 2048)
     max_waiting: Positive = 1024  # requests in the queue before new ones get 429
     long_prefill_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the budget, for one prompt, while others wait
     speculation: Literal["off", "ngram"] = "off"  # guess tokens from a sequence's own past; verify them together
