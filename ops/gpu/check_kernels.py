@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -235,18 +236,21 @@ def compile_cubin(variant: Variant, architecture: str) -> bytes:
     program = checked(nvrtc.nvrtcCreateProgram(variant.text.encode(), variant.source.encode(), 0, [], []))
     options = [option.encode() for option in (f"-arch={architecture}", *variant.options)]
     status = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
-    log = bytearray(int(str(checked(nvrtc.nvrtcGetProgramLogSize(program)))))
-    text = _filled(nvrtc.nvrtcGetProgramLog, program, len(log)).decode().strip("\0\n ")
+    log_size = int(str(checked(nvrtc.nvrtcGetProgramLogSize(program))))
+    text = filled(nvrtc.nvrtcGetProgramLog, program, log_size).decode().strip("\0\n ")
     if status != nvrtc.nvrtcResult.NVRTC_SUCCESS or text:
         raise RuntimeError(text or str(status))
-    return _filled(nvrtc.nvrtcGetCUBIN, program, int(str(checked(nvrtc.nvrtcGetCUBINSize(program)))))
+    return filled(nvrtc.nvrtcGetCUBIN, program, int(str(checked(nvrtc.nvrtcGetCUBINSize(program)))))
 
 
-def _filled(getter: object, program: object, size: int) -> bytes:
-    buffer = b" " * size  # the binding writes into it
-    assert callable(getter)
+def filled(getter: Callable[[object, bytes], object], program: object, size: int) -> bytes:
+    """Return the `size` bytes that `getter` writes into the bytes object it is given, as the binding wants it.
+
+    The object has room for more: Python shares one object among all bytes objects of length one, and an empty log has that length.
+    """
+    buffer = b" " * (size + 1)
     getter(program, buffer)
-    return buffer
+    return buffer[:size]
 
 
 def examine(variant: Variant, architecture: str) -> list[Usage] | str:

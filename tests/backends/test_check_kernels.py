@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import json
 import sys
@@ -141,3 +142,14 @@ def test_what_does_not_compile_is_reported_in_the_compilers_words(
 def needs_compiler(check_kernels: ModuleType) -> None:
     if not check_kernels._is_installed("cuda.bindings") or check_kernels._tools() is None:
         pytest.skip(f"not all of {', '.join(check_kernels.PACKAGES)} are installed")
+
+
+def test_what_a_compiler_writes_into_a_buffer_reaches_nobody_elses_bytes(check_kernels: ModuleType) -> None:
+    """An empty log is one zero byte, and Python has one object for every bytes object of length one."""
+
+    def write_zero(program: object, buffer: bytes) -> None:
+        ctypes.memset(buffer, 0, 1)
+
+    assert check_kernels.filled(write_zero, None, 1) == b"\0"
+    assert bytes([32])[0] == 32
+    assert ord(bytes([32]).decode()) == 32
