@@ -21,7 +21,7 @@ from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
 from backends.processors import pin_compute_threads
 from backends.registry import Selection, select_backend
-from service.config import CacheConfig, Config
+from service.config import CacheConfig, Config, SchedulerConfig
 from service.engine.async_engine import EngineInfo
 from service.engine.core import EngineCore
 from service.errors import BackendUnavailable
@@ -33,6 +33,10 @@ from service.model.runner import ModelRunner
 from service.text import ChatTemplate, Tokenizer
 
 Report = Callable[[str], None]
+
+# Tokens of a step that no stream waits for, by default. On a CPU more gain nothing, since reading the weights is then a few hundredths of
+# the step, and whoever arrives meanwhile waits for its end (ops/bench/README.md, "Prompts alone").
+PREFILL_BUDGETS = {"cpu": 1024, "cuda": 2048}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +57,7 @@ def assemble(config: Config, report: Report) -> Assembly:
     device = available_device(config)
     if config.backend.threads is not None:
         torch.set_num_threads(config.backend.threads)  # by default torch takes the physical cores it may use
+    scheduler = scheduling(config.scheduler, device)
     free_at_start = _free_bytes(device)
     path = resolve_model(config.model.path, report=report)
     report(f"loading {path.name}")
@@ -78,7 +83,7 @@ def assemble(config: Config, report: Report) -> Assembly:
             model.decoder,
             selection.backend,
             spec,
-            config.scheduler,
+            scheduler,
             device=device.torch_device,
             num_valid_ids=num_valid_ids,
             max_model_len=model.max_model_len,
@@ -91,7 +96,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         free_memory_bytes=_free_bytes(device),
         declared_len=model.max_model_len,
         requested_len=config.model.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=scheduler.max_num_seqs,
         device=share,
     )
     runner: ModelRunner[Any] = ModelRunner(
@@ -100,20 +105,13 @@ def assemble(config: Config, report: Report) -> Assembly:
         KVCache(spec, size.num_blocks, device.torch_device),
         num_valid_ids=num_valid_ids,
         max_model_len=size.max_model_len,
-        max_captured_tokens=config.scheduler.token_budget,
+        max_captured_tokens=max(scheduler.token_budget, scheduler.prefill_budget or 0),
     )
     runner.warm_up(report)
     if config.backend.pin and device.kind == "cpu":
         # After the warm-up: threads that torch starts inherit the binding of the thread that starts them.
         report(f"compute threads bound to processors {pin_compute_threads()}")
     pool, prefix_cache = open_pool(config.cache, size.num_blocks)
-    scheduler = config.scheduler
-    if scheduler.overlap is None:
-        # Where every core computes, the loop's work slows the step that it overlaps by as much as it saves between steps.
-        has_core_left = torch.get_num_threads() < len(
-            os.sched_getaffinity(os.getpid())
-        )  # of the process, not of this thread
-        scheduler = replace(scheduler, overlap=device.kind == "cuda" or has_core_left)
     core = EngineCore(scheduler, pool, prefix_cache, max_model_len=size.max_model_len)
     info = EngineInfo(
         model=served_name(config),
@@ -130,6 +128,18 @@ def assemble(config: Config, report: Report) -> Assembly:
         info=info,
         refusals=selection.refusals,
     )
+
+
+def scheduling(scheduler: SchedulerConfig, device: DeviceInfo) -> SchedulerConfig:
+    """Decide what the options leave to the device; call it when torch knows its number of threads."""
+    if scheduler.prefill_budget is None:
+        default = PREFILL_BUDGETS[device.kind]
+        scheduler = replace(scheduler, prefill_budget=max(default, scheduler.token_budget))
+    if scheduler.overlap is None:
+        # Where every core computes, the loop's work slows the step that it overlaps by as much as it saves between steps.
+        has_core_left = torch.get_num_threads() < _num_processors()
+        scheduler = replace(scheduler, overlap=device.kind == "cuda" or has_core_left)
+    return scheduler
 
 
 def open_pool(cache: CacheConfig, num_blocks: int) -> tuple[BlockPool, PrefixCache | None]:

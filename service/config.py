@@ -60,6 +60,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
 
     max_num_seqs: Positive = 64  # sequences that run at once
     token_budget: Positive = 256  # tokens a step: bounds the time between two tokens of a stream (GPU: 2048)
+    prefill_budget: Positive | None = (
+        None  # tokens of a step in which no stream waits for a token; None: 1024, on a GPU 2048, at least `token_budget`
+    )
     max_waiting: Positive = 1024  # requests in the queue before new ones get 429
     long_prefill_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the budget, for one prompt, while others wait
     speculation: Literal["off", "ngram"] = "off"  # guess tokens from a sequence's own past; verify them together
@@ -127,6 +130,7 @@ FLAG_ALIASES = {
     "--kv-dtype": "cache.kv_dtype",
     "--max-num-seqs": "scheduler.max_num_seqs",
     "--token-budget": "scheduler.token_budget",
+    "--prefill-budget": "scheduler.prefill_budget",
     "--speculation": "scheduler.speculation",
     "--backend": "backend.name",
     "--device": "backend.device",
@@ -189,13 +193,24 @@ def load_config(
         raise ConfigError(f"bad configuration: {error}") from error
     if config.cache.size != "auto":
         parse_bytes(config.cache.size)
-    if config.scheduler.min_ngram > config.scheduler.max_ngram:
+    check_scheduler(config.scheduler)
+    return LoadedConfig(config=config, sources=sources)
+
+
+def check_scheduler(scheduler: SchedulerConfig) -> None:
+    """Raise `ConfigError` for options that are good each and contradict one another."""
+    if scheduler.min_ngram > scheduler.max_ngram:
         raise ConfigError(
-            f"min_ngram is {config.scheduler.min_ngram} and must be at most max_ngram, {config.scheduler.max_ngram} "
+            f"min_ngram is {scheduler.min_ngram} and must be at most max_ngram, {scheduler.max_ngram} "
             "(at $.scheduler.min_ngram)",
             param="scheduler.min_ngram",
         )
-    return LoadedConfig(config=config, sources=sources)
+    if scheduler.prefill_budget is not None and scheduler.prefill_budget < scheduler.token_budget:
+        raise ConfigError(
+            f"prefill_budget is {scheduler.prefill_budget} and must be at least token_budget, {scheduler.token_budget}: a step that nobody "
+            "waits for may not be smaller than one that streams wait for (at $.scheduler.prefill_budget)",
+            param="scheduler.prefill_budget",
+        )
 
 
 def parse_bytes(text: str) -> int:

@@ -43,6 +43,9 @@ def test_a_flag_wins_over_the_environment_over_the_file(tmp_path: Path) -> None:
         ({"cache.size": "lots"}, ["lots", "$.cache.size"]),
         ({"cache.sise": "1GiB"}, ["cache.sise"]),
         ({"scheduler.speculation": "eagle"}, ["eagle", "$.scheduler.speculation"]),
+        ({"scheduler.prefill_budget": "100"}, ["100", "256", "$.scheduler.prefill_budget"]),
+        ({"scheduler.token_budget": "512", "scheduler.prefill_budget": "511"}, ["511", "512", "prefill_budget"]),
+        ({"scheduler.prefill_budget": "0"}, [">= 1", "$.scheduler.prefill_budget"]),
         ({"scheduler.min_ngram": "4"}, ["4", "3", "$.scheduler.min_ngram"]),
     ],
 )

@@ -1,6 +1,8 @@
 """Decides which tokens are computed next. Knows counts and blocks, never tensors, text or time (time is an argument).
 
-Invariant: the tokens of a step never exceed the budget, and every admitted sequence can run to its end alone.
+Invariant: the tokens of a step never exceed the budget, and every admitted sequence can run to its end alone. The budget is `token_budget`
+where a stream waits for its next token, and `prefill_budget` where none does: a larger step serves prompts sooner, and holds nobody up but
+those who arrive while it runs.
 
 Policy, in the order in which `schedule` applies it. "Before" is by rank: priority (lower first), then arrival, then choice.
 
@@ -63,6 +65,7 @@ class Scheduler:
 
     def __init__(self, config: SchedulerConfig, pool: BlockPool, prefixes: Prefixes) -> None:
         self._budget = config.token_budget
+        self._prefill_budget = max(config.token_budget, config.prefill_budget or 0)
         self._long_share = config.long_prefill_share
         self._pool = pool
         self._prefixes = prefixes
@@ -103,7 +106,10 @@ class Scheduler:
         if not self._make_room_for_urgent(may_preempt=not is_ahead):
             return None
         plan = self._reserve_decodes(may_preempt=not is_ahead)
-        plan.grants.extend(self._prefill(self._budget - len(plan.grants), now, plan.copies))
+        # Also a stream that was refused a block and misses this step waits for its end.
+        is_waited_for = any(sequence.num_remaining == 1 for sequence in self.running)
+        budget = self._budget if is_waited_for else self._prefill_budget
+        plan.grants.extend(self._prefill(budget - len(plan.grants), now, plan.copies))
         if self.speculation is not None and not is_ahead:
             self._add_drafts(self.speculation, plan.grants, plan.copies)
         return plan

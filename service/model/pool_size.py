@@ -117,8 +117,8 @@ def _blocks_on_device(cache: CacheConfig, spec: KVCacheSpec, device: DeviceShare
         raise ConfigError(
             f"the GPU leaves no memory for the block pool: {cache.gpu_memory_utilization:g} of the {device.free_bytes} bytes that were free are "
             f"{granted}, and weights and the largest step take {device.used_bytes}; a block of {spec.block_size} tokens takes "
-            f"{spec.bytes_per_block}, and the null block as much. Raise cache.gpu_memory_utilization, lower scheduler.token_budget or "
-            "scheduler.max_num_seqs, or take a smaller model (at $.cache.gpu_memory_utilization)",
+            f"{spec.bytes_per_block}, and the null block as much. Raise cache.gpu_memory_utilization, lower scheduler.prefill_budget, "
+            "scheduler.token_budget or scheduler.max_num_seqs, or take a smaller model (at $.cache.gpu_memory_utilization)",
             param="cache.gpu_memory_utilization",
         )
     return num_blocks

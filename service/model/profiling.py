@@ -64,9 +64,10 @@ def measure(
 def largest_step(
     scheduler: SchedulerConfig, block_size: int, context: int, max_model_len: int
 ) -> tuple[StepEntry, ...]:
-    """Return decodes of `context` tokens, sampled in the way that takes most memory, and prompts that fill the token budget.
+    """Return decodes of `context` tokens, sampled in the way that takes most memory, and prompts that fill the largest budget.
 
-    One prompt runs beside the decodes, more where the budget is longer than a prompt can be: no step has more rows to sample.
+    One prompt runs beside the decodes, more where the budget is longer than a prompt can be. A step of `prefill_budget` tokens has no
+    decodes, but as many prompts may end in it, so that it has as many rows to sample: one step bounds both kinds.
     """
     wants_most = SamplingParams(temperature=1.0, top_k=50, top_p=0.9, logprobs=20)
     blocks = (0,) * -(-max_model_len // block_size)  # one tuple for all: there are many
@@ -82,7 +83,7 @@ def largest_step(
         )
 
     entries = [entry(context - 1, 1) for _ in range(min(scheduler.max_num_seqs, scheduler.token_budget) - 1)]
-    left = scheduler.token_budget - len(entries)
+    left = max(scheduler.token_budget, scheduler.prefill_budget or 0) - len(entries)
     while left > 0:
         count = min(left, max_model_len)
         entries.append(entry(0, count))

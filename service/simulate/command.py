@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Struct
 
 from allocator import POLICIES
-from service.config import SchedulerConfig
+from service.config import SchedulerConfig, check_scheduler
 from service.errors import ConfigError
 from service.simulate.cost import COSTS, StepCost
 from service.simulate.simulator import Engine, Report, simulate
@@ -48,6 +48,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     engine = command.add_argument_group("engine")
     engine.add_argument("--max-num-seqs", type=_positive, default=256)
     engine.add_argument("--token-budget", type=_positive, default=2048)
+    engine.add_argument(
+        "--prefill-budget",
+        type=_positive,
+        metavar="TOKENS",
+        help="of a step without decodes (default: the token budget)",
+    )
     engine.add_argument("--max-waiting", type=_positive, default=10**9)
     engine.add_argument("--max-model-len", type=_positive, default=2**20)
     engine.add_argument("--no-prefix-caching", action="store_true")
@@ -68,8 +74,12 @@ def run(options: argparse.Namespace) -> int:
     except msgspec.ValidationError as error:
         raise ConfigError(f"bad cost: {error}") from error
     scheduler = SchedulerConfig(
-        max_num_seqs=options.max_num_seqs, token_budget=options.token_budget, max_waiting=options.max_waiting
+        max_num_seqs=options.max_num_seqs,
+        token_budget=options.token_budget,
+        prefill_budget=options.prefill_budget,
+        max_waiting=options.max_waiting,
     )
+    check_scheduler(scheduler)
     rows = []
     for block_size, pool_tokens, policy, tenants in itertools.product(
         options.block_size, options.pool_tokens, options.policy, options.tenants or [0]

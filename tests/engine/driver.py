@@ -61,6 +61,8 @@ class CoreDriver:
         )
         self.runner = FakeRunner(num_blocks, block_size, choose=choose)
         self.token_budget = token_budget
+        self.prefill_budget = scheduler.get("prefill_budget") or token_budget
+        self.streaming: set[SequenceId] = set()  # those that the last step sampled a token of
         self.now = 0.0
         self.plans_ahead = True  # where the core lets it
         self.previous: StepOutput | None = None
@@ -111,7 +113,9 @@ class CoreDriver:
 
     def compute(self, batch: StepBatch) -> StepOutput:
         """Let the runner compute a step, checking what holds for every step; where steps overlap, the next one is made meanwhile."""
-        assert 0 < batch.num_tokens <= self.token_budget
+        is_waited_for = any(entry.sequence_id in self.streaming for entry in batch.entries)
+        assert 0 < batch.num_tokens <= (self.token_budget if is_waited_for else self.prefill_budget)
+        self.streaming = {entry.sequence_id for entry in batch.entries if entry.seeds}
         assert all(entry.token_ids for entry in batch.entries)
         lengths = [len(entry.token_ids) for entry in batch.entries]
         assert len({entry.sequence_id for entry in batch.entries}) == len(lengths)

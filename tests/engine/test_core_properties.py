@@ -169,6 +169,7 @@ class Scenario:
     block_size=st.sampled_from([1, 3, 4]),
     max_num_seqs=st.integers(3, 8),
     token_budget=st.integers(3, 40),
+    more_alone=st.sampled_from([0, 1, 30]),
     long_prefill_share=st.sampled_from([0.1, 0.5, 1.0]),
     has_prefix_cache=st.sampled_from([True, True, False]),
 )
@@ -178,6 +179,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
     block_size: int,
     max_num_seqs: int,
     token_budget: int,
+    more_alone: int,
     long_prefill_share: float,
     has_prefix_cache: bool,
 ) -> None:
@@ -187,6 +189,7 @@ def test_every_request_ends_once_with_the_answer_it_gets_alone(
         block_size=block_size,
         max_num_seqs=max_num_seqs,
         token_budget=token_budget,
+        prefill_budget=token_budget + more_alone,
         long_prefill_share=long_prefill_share,
         has_prefix_cache=has_prefix_cache,
         max_model_len=64,

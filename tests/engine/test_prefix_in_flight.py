@@ -45,6 +45,18 @@ def test_sixteen_prompts_with_one_prefix_that_come_together_compute_it_once(toke
     assert min(first_tokens) == first_tokens[0]
 
 
+def test_followers_of_a_prefix_share_the_step_behind_it() -> None:
+    """The first step has what the budget of a step without streams holds of the prefix, the second one all the rest."""
+    driver = CoreDriver(num_blocks=400, block_size=16, max_num_seqs=16, token_budget=256, prefill_budget=1024)
+    prefix = prompt_of(512)
+    keys = [driver.add((*prefix, *prompt_of(32, start=50 + i)), 2) for i in range(16)]
+    driver.run()
+    assert num_computed(driver) == 512 + 16 * (32 + 1)
+    first_tokens = [driver.first_token_step[key] for key in keys]
+    assert first_tokens[0] == 1
+    assert sorted(first_tokens)[8] == 3, "more than half have their first token in the third step"
+
+
 def test_equal_prompts_share_all_blocks_but_the_one_with_the_last_token() -> None:
     driver = CoreDriver(num_blocks=200, max_num_seqs=16, token_budget=64)
     for _ in range(16):

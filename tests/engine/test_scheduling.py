@@ -111,6 +111,56 @@ def test_a_long_prompt_alone_gets_the_whole_budget() -> None:
     assert driver.run() == 10
 
 
+def test_a_step_that_no_stream_waits_for_takes_the_larger_budget() -> None:
+    driver = CoreDriver(num_blocks=400, token_budget=16, prefill_budget=64)
+    key = driver.add(prompt_of(160), max_tokens=3)
+    assert driver.run() == 3 + 2  # 64 + 64 + 32 tokens of the prompt, two decodes
+    assert driver.output(key) == continuation(prompt_of(160), 3)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prompt_beside_a_stream_keeps_to_the_token_budget_until_the_stream_ends(overlap: bool) -> None:
+    driver = CoreDriver(num_blocks=400, token_budget=16, prefill_budget=64, overlap=overlap)
+    stream = driver.add(prompt_of(4, start=1), max_tokens=3)
+    driver.plans_ahead = False
+    driver.step()
+    driver.plans_ahead = True
+    driver.add(prompt_of(200, start=2), max_tokens=1)
+    sizes = []
+    while (batch := driver.step()) is not None:
+        sizes.append([len(entry.token_ids) for entry in batch.entries])
+    assert sizes == [[1, 15], [1, 15], [64], [64], [42]]
+    assert driver.output(stream) == continuation(prompt_of(4, start=1), 3)
+
+
+def test_a_stream_that_was_refused_a_block_still_bounds_the_step() -> None:
+    """It misses the step made ahead and waits for the end of it."""
+    driver = CoreDriver(num_blocks=1 + 64, block_size=4, token_budget=8, prefill_budget=64, overlap=True)
+    stream = driver.add(prompt_of(4, start=1), max_tokens=40)
+    driver.step()
+    long = driver.add(prompt_of(240, start=2), max_tokens=1)
+    sizes = []
+    while stream not in driver.finished:
+        batch = driver.step()
+        assert batch is not None
+        sizes.append([len(entry.token_ids) for entry in batch.entries])
+    assert [8] in sizes, "the stream missed no step"
+    assert max(map(sum, sizes)) == 8
+    driver.run()
+    assert driver.output(stream) == continuation(prompt_of(4, start=1), 40)
+    assert driver.output(long) == continuation(prompt_of(240, start=2), 1)
+
+
+def test_prompts_that_come_together_share_a_large_step_and_its_first_tokens() -> None:
+    driver = CoreDriver(num_blocks=400, token_budget=16, prefill_budget=64)
+    keys = [driver.add(prompt_of(12, start=i), max_tokens=2) for i in range(5)]
+    driver.step()
+    assert {driver.first_token_step[key] for key in keys} == {1}
+    driver.run()
+    for index, key in enumerate(keys):
+        assert driver.output(key) == continuation(prompt_of(12, start=index), 2)
+
+
 def test_a_cap_that_nobody_else_can_use_costs_nothing() -> None:
     """SCH-03: what waits without room for blocks does not slow a long prompt down."""
     driver = CoreDriver(num_blocks=41, block_size=4, token_budget=16)

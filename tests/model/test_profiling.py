@@ -77,6 +77,11 @@ def test_a_budget_longer_than_a_prompt_is_filled_with_several() -> None:
     ] == [1]
 
 
+def test_the_largest_step_has_the_prompts_of_a_step_without_decodes() -> None:
+    entries = largest_step(SchedulerConfig(max_num_seqs=3, token_budget=8, prefill_budget=100), 8, 16, 40)
+    assert [len(entry.token_ids) for entry in entries] == [1, 1, 40, 40, 18]
+
+
 def sized(cache: CacheConfig, device: DeviceShare | None, **more: Any) -> PoolSize:
     arguments: dict[str, Any] = {"declared_len": 64, "requested_len": None, "max_num_seqs": 2, **more}
     return size_pool(cache, SPEC, free_memory_bytes=10**9, device=device, **arguments)

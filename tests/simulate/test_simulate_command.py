@@ -62,6 +62,17 @@ def test_json_has_every_number(trace: Path, tmp_path: Path, capsys: pytest.Captu
     assert row["report"]["duration_s"] > 100, "arrivals are not stretched to one in ten seconds"
 
 
+def test_a_larger_budget_for_steps_without_decodes_saves_steps(trace: Path, tmp_path: Path) -> None:
+    steps = []
+    for budget in ("256", "1024"):
+        out = tmp_path / f"{budget}.json"
+        flags = ["--token-budget", "256", "--prefill-budget", budget, "--rate", "0.1", "--json", str(out)]
+        assert main(["simulate", str(trace), *flags]) == 0
+        steps.append(json.loads(out.read_text())["rows"][0]["report"]["steps"])
+    # Apart from one another three of the twelve prompts find nothing cached: four chunks of 256 each, or one.
+    assert steps[0] - steps[1] == 3 * 3
+
+
 def test_resampled_requests_share_nothing(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     assert main(["simulate", str(trace), "--requests", "50", "--json", str(out)]) == 0
@@ -74,6 +85,7 @@ def test_resampled_requests_share_nothing(trace: Path, tmp_path: Path, capsys: p
     [
         (["--base-s", "-1"], "bad cost"),
         (["--block-size", "48"], "do not make blocks of 48"),
+        (["--prefill-budget", "100"], "prefill_budget is 100 and must be at least token_budget, 2048"),
         (["--json", "/nowhere/out.json"], "cannot write /nowhere/out.json"),
     ],
 )
