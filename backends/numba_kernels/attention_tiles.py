@@ -43,16 +43,15 @@ from backends.numba_kernels.parts import (
     key_range,
     merge_if_last,
 )
-from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised, widen_row
+from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised
 from backends.numba_kernels.threads import Kernel
+from backends.numba_kernels.tile_layout import order_columns, pair_values, widen_group
 from backends.numba_kernels.tile_softmax import (
     GROUPS,
     PASS_KEYS,
     TILE_BYTES,
     add_values,
     fold_lanes,
-    order_columns,
-    pair_values,
     score_keys,
     weigh_lanes,
 )
@@ -77,6 +76,8 @@ BASE_2 = np.float32(1)  # maxima are of base 2
 # sums, factors), the keys that some row sees and those that all see, whether a pass of this part has been computed, whether one of an
 # earlier part has, and the addresses of both sums [16, D].
 LIMITS, STATE, FOLDED_STATE, FIRST_SEEN, LAST_SEEN, FIRST_WHOLE, LAST_WHOLE = 0, 128, 320, 512, 520, 528, 536
+# Where the 4 groups of a pass lie: int64 addresses of keys, then of their scales.
+SCALES_AT, PLACES_BYTES = GROUPS * 8, GROUPS * 16
 IS_BEGUN, IS_FOLDED, SUMS, FOLDED_SUMS, NUM_ROWS, QUERIES_AT, SET_BYTES = 544, 552, 560, 568, 576, 584, 640
 
 
@@ -103,10 +104,10 @@ def _attend(arguments: int, kind: Any) -> None:
 
     steps = D // 32  # tiles of a key
     row_bytes = D if is_quantised(kind) else D * 2  # of a key or value in the pool
-    widened = 2 * PASS_KEYS * D * 2 if is_quantised(kind) else 0
+    widened = PASS_KEYS * D * 2 if is_quantised(kind) else 0
     area = np.empty(
         64 + CONFIGURATION_BYTES + max_sets * (steps * TILE_BYTES + SET_BYTES + 2 * LANES * D * 4)
-        + 2 * GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 128 + 64 + 64 + 2 * PASS_KEYS * 4 + widened,
+        + 2 * GROUPS * TILE_BYTES + 2 * TILE_BYTES + TILE_BYTES + PASS_KEYS * D * 2 + 128 + 2 * PLACES_BYTES + 64 + 2 * PASS_KEYS * 4 + widened,
         np.uint8,
     )  # fmt: skip
     configuration = (area.ctypes.data + 63) // 64 * 64
@@ -116,11 +117,11 @@ def _attend(arguments: int, kind: Any) -> None:
     words = weights + 2 * TILE_BYTES
     values = words + TILE_BYTES  # [pairs of keys, D] words
     sources = values + PASS_KEYS * D * 2  # [16] int64 addresses of queries
-    key_sources = sources + 128  # [groups] int64 addresses of keys
-    ahead = key_sources + 64  # [2, groups] int64 addresses of the next keys and values
-    scale_rows = ahead + 64  # [2, 64] float32
+    near = sources + 128  # where this pass's groups lie, and
+    far = near + PLACES_BYTES  # those of the next
+    wide_sources = far + PLACES_BYTES  # [groups] int64 addresses
+    scale_rows = wide_sources + 64  # [2, 64] float32
     wide_keys = scale_rows + 2 * PASS_KEYS * 4  # [64, D] bfloat16
-    wide_values = wide_keys + widened // 2
     sets = wide_keys + widened
     set_bytes = SET_BYTES + steps * TILE_BYTES + 2 * LANES * D * 4
     for n in range(max_sets):
@@ -128,6 +129,9 @@ def _attend(arguments: int, kind: Any) -> None:
         write_int64(own + QUERIES_AT, own + SET_BYTES)
         write_int64(own + SUMS, own + SET_BYTES + steps * TILE_BYTES)
         write_int64(own + FOLDED_SUMS, own + SET_BYTES + steps * TILE_BYTES + LANES * D * 4)
+
+    for g in range(GROUPS):
+        write_int64(wide_sources + g * 8, wide_keys + g * LANES * D * 2)
 
     configure_tiles(configuration, MAX_TILE_ROWS)
     while True:
@@ -148,67 +152,69 @@ def _attend(arguments: int, kind: Any) -> None:
                 sets + n * set_bytes, query, n * LANES, min(LANES, rows - n * LANES), G, window, lowest,
                 read_int64(tile + TILE_LAST_KEY), q + head * G * q_head, q_row, q_head, sources, steps,
             )  # fmt: skip
-        slot_bytes, first_scale = D * 2, scales + head * scale_head_stride
         first_group, last_group = lowest // LANES * LANES, (highest - 1) // LANES * LANES
-        # Where the next group of keys lies: the blocks are walked, because divisions cost as much as the products.
-        group = first_group
-        index, slot = group // B, group % B
+        head_scales = scales + head * scale_head_stride
+        if lowest < highest:
+            _find_groups(
+                far, table, lowest // PASS_KEYS * PASS_KEYS, first_group, last_group, head_cache, B, block_stride, slot_stride,
+                head_scales, scale_block_stride,
+            )  # fmt: skip
         for start in range(lowest // PASS_KEYS * PASS_KEYS, highest, PASS_KEYS):
             if start % PART_KEYS == 0 and start > lowest:
                 for n in range(num_sets):
                     _end_part(sets + n * set_bytes, D)
             is_half = highest - start <= PASS_KEYS // 2
-            key_stride = slot_stride
-            for g in range(GROUPS // 2 if is_half else GROUPS):
-                # In place of a group without a key to be seen stands the nearest with one: what is read must have been written, though it
-                # weighs nothing.
-                first = start + g * LANES
-                if group < first <= last_group:
-                    group, slot = first, slot + LANES
-                    if slot == B:
-                        index, slot = index + 1, 0
-                block = np.int64(read_int32(table + index * 4))
-                source = head_cache + block * block_stride + slot * slot_stride
-                written = min(LANES, highest - group)
-                value_source = source + value_offset
-                if is_quantised(kind):
-                    scale_at = first_scale + block * scale_block_stride + slot * 4
-                    _read_scales(scale_at, scale_at + scale_value_offset, written, scale_rows + g * 64)
-                    at = g * LANES * slot_bytes
-                    for t in range(written):
-                        widen_row(tag, kind, source + t * slot_stride, wide_keys + at + t * slot_bytes, D)
-                        widen_row(tag, kind, value_source + t * slot_stride, wide_values + at + t * slot_bytes, D)
-                    source, value_source = wide_keys + at, wide_values + at
-                    key_stride = slot_bytes
-                write_int64(key_sources + g * 8, source)
-                pair_values(value_source, key_stride, written, values + g * 8 * D * 4, D)
-            fetched = ahead
+            near, far = far, near
             if start + PASS_KEYS < highest:
-                _look_ahead(
-                    ahead, table, index, slot, start + PASS_KEYS - group, last_group - group, head_cache, B, block_stride,
-                    slot_stride, value_offset, first_scale, scale_block_stride, scale_value_offset,
+                _find_groups(
+                    far, table, start + PASS_KEYS, first_group, last_group, head_cache, B, block_stride, slot_stride,
+                    head_scales, scale_block_stride,
                 )  # fmt: skip
-            elif read_int64(arguments) < num_items:
-                # Most likely this thread's next.
-                later = read_int64(arguments)
-                tile_later = read_int64(header + TILES) + later // Hkv * (TILE_FIELDS * 8)
-                query_later = read_int64(header + QUERIES) + read_int64(tile_later + TILE_QUERY) * (QUERY_FIELDS * 8)
-                low, high = key_range(tile_later, query_later, window)
-                low = low // PASS_KEYS * PASS_KEYS
-                if low >= high:
-                    fetched = 0
-                else:
-                    _look_ahead(
-                        ahead, read_int64(header + TABLES) + read_int64(tile_later + TILE_TABLE), low // B, low % B, 0,
-                        (high - 1) // LANES * LANES - low, cache + later % Hkv * head_stride, B, block_stride, slot_stride,
-                        value_offset, scales + later % Hkv * scale_head_stride, scale_block_stride, scale_value_offset,
-                    )  # fmt: skip
             else:
-                fetched = 0
+                later = read_int64(arguments)  # most likely this thread's next
+                copy_bytes(far, near, PLACES_BYTES)
+                if later < num_items:
+                    tile_later = read_int64(header + TILES) + later // Hkv * (TILE_FIELDS * 8)
+                    query_later = read_int64(header + QUERIES) + read_int64(tile_later + TILE_QUERY) * (
+                        QUERY_FIELDS * 8
+                    )
+                    low, high = key_range(tile_later, query_later, window)
+                    if low < high:
+                        _find_groups(
+                            far, read_int64(header + TABLES) + read_int64(tile_later + TILE_TABLE), low // PASS_KEYS * PASS_KEYS,
+                            low // LANES * LANES, (high - 1) // LANES * LANES, cache + later % Hkv * head_stride, B,
+                            block_stride, slot_stride, scales + later % Hkv * scale_head_stride, scale_block_stride,
+                        )  # fmt: skip
+            key_sources, key_stride = near, slot_stride
+            if is_quantised(kind):
+                for g in range(GROUPS):
+                    scale_at = read_int64(far + SCALES_AT + g * 8)
+                    prefetch(scale_at, 64)
+                    prefetch(scale_at + scale_value_offset, 64)
+            num_groups = GROUPS // 2 if is_half else GROUPS
+            for g in range(num_groups):
+                first = min(max(start + g * LANES, first_group), last_group)
+                written = min(LANES, highest - first)
+                place, following = read_int64(near + g * 8), read_int64(far + g * 8)
+                if is_quantised(kind):
+                    scale_at = read_int64(near + SCALES_AT + g * 8)
+                    _read_scales(scale_at, scale_at + scale_value_offset, written, scale_rows + g * 64)
+                    widen_group(
+                        kind, place, place + value_offset, slot_stride, written, wide_keys + g * LANES * D * 2, values + g * 8 * D * 4, D,
+                        following,
+                    )  # fmt: skip
+                    key_sources, key_stride = wide_sources, D * 2
+                else:
+                    pair_values(place + value_offset, slot_stride, written, values + g * 8 * D * 4, D)
+            for g in range(num_groups, GROUPS):
+                following = read_int64(far + g * 8)
+                prefetch(following, LANES * row_bytes)
+                prefetch(following + value_offset, LANES * row_bytes)
+            fetched = far
             n = _next_set(sets, set_bytes, 0, num_sets, start)
             if n < num_sets:
                 first_queries = read_int64(sets + n * set_bytes + QUERIES_AT)
-                score_keys(key_sources, key_stride, first_queries, steps, scores, is_half)
+                score_keys(kind, key_sources, key_stride, first_queries, steps, scores, is_half, far)
             while n < num_sets:
                 own = sets + n * set_bytes
                 n = _next_set(sets, set_bytes, n + 1, num_sets, start)
@@ -219,8 +225,8 @@ def _attend(arguments: int, kind: Any) -> None:
                 set_rows, set_sums = read_int64(own + NUM_ROWS), read_int64(own + SUMS)
                 shrinks = weigh_lanes(
                     kind, _width(set_rows), scores, weights, words, is_half, is_masked, start, own + LIMITS, scale, cap,
-                    own + STATE, scale_rows, fetched, slot_stride, row_bytes, key_sources, key_stride, next_queries, steps,
-                    other_scores,
+                    own + STATE, scale_rows, key_sources, key_stride, next_queries, steps, other_scores,
+                    fetched, value_offset, row_bytes,
                 )  # fmt: skip
                 fetched = 0
                 scores, other_scores = other_scores, scores
@@ -237,7 +243,8 @@ def _attend(arguments: int, kind: Any) -> None:
             if lane == 0:
                 _end_part(one, D)
             found = read_int64(one + FOLDED_SUMS) + lane * D * 4
-            order_columns(found, D)
+            if not is_quantised(kind):
+                order_columns(found, D)
             copy_bytes(sources, one + FOLDED_STATE + lane * 4, 4)
             copy_bytes(sources + 4, one + FOLDED_STATE + 64 + lane * 4, 4)
             deliver(
@@ -266,40 +273,34 @@ def _next_set(sets: int, set_bytes: int, n: int, num_sets: int, start: int) -> i
 
 
 @njit(nogil=True, error_model="numpy")
-def _look_ahead(
-    target: int,
+def _find_groups(
+    places: int,
     table: int,
-    index: int,
-    slot: int,
-    distance: int,
-    last: int,
+    start: int,
+    first_group: int,
+    last_group: int,
     cache: int,
     B: int,
     block_stride: int,
     slot_stride: int,
-    value_offset: int,
     scales: int,
     scale_block_stride: int,
-    scale_value_offset: int,
 ) -> None:
-    """Write where 4 groups of keys and of values lie, from `distance` tokens after a slot on and no further than `last` tokens after it.
+    """Write where the 4 groups of the pass at `start` lie: addresses of keys, then of their scales; `cache` and `scales` of a kv head.
 
-    The scales of a quantised pool, `scales` of the kv head, are asked for at once.
+    In place of a group without a key to be seen stands the nearest with one: what is read must have been written, though it weighs nothing.
     """
-    passed = 0
+    group = min(max(start, first_group), last_group)
+    index, slot = group // B, group % B
     for g in range(GROUPS):
-        wanted = min(distance + g * LANES, last)
-        while passed < wanted:
-            passed, slot = passed + LANES, slot + LANES
+        # Walked, because divisions are slow.
+        if group < min(start + g * LANES, last_group):
+            group, slot = group + LANES, slot + LANES
             if slot == B:
                 index, slot = index + 1, 0
         block = np.int64(read_int32(table + index * 4))
-        address = cache + block * block_stride + slot * slot_stride
-        if scales:
-            prefetch(scales + block * scale_block_stride + slot * 4, 64)
-            prefetch(scales + block * scale_block_stride + slot * 4 + scale_value_offset, 64)
-        write_int64(target + g * 8, address)
-        write_int64(target + (GROUPS + g) * 8, address + value_offset)
+        write_int64(places + g * 8, cache + block * block_stride + slot * slot_stride)
+        write_int64(places + SCALES_AT + g * 8, scales + block * scale_block_stride + slot * 4)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -71,11 +71,11 @@ def widen_row(typing_context: Any, tag: Any, kind: Any, source: Any, target: Any
         if is_bf16 and HAS_BF16_DOT:
             step = 2 * LANES  # by one instruction, which is exact here
             with cgutils.for_range_slice(b, I64(0), b.and_(count, I64(-step)), I64(step), intp=I64) as (i, _):
-                low, high = (_widen(b, reads_int8, b.add(source, b.add(i, I64(at)))) for at in (0, LANES))
+                low, high = (emit_widen(b, reads_int8, b.add(source, b.add(i, I64(at)))) for at in (0, LANES))
                 emit_store(b, emit_round_pair(b, low, high), b.add(target, b.shl(i, I64(1))))
         rest = I64(0) if step == LANES else b.and_(count, I64(-step))
         with cgutils.for_range_slice(b, rest, count, I64(LANES), intp=I64) as (i, _):
-            x = _widen(b, reads_int8, b.add(source, i))
+            x = emit_widen(b, reads_int8, b.add(source, i))
             if is_bf16:
                 half = b.trunc(b.lshr(b.bitcast(x, VI), _integers(16)), VH)
                 emit_store(b, half, b.add(target, b.shl(i, I64(1))))
@@ -86,7 +86,7 @@ def widen_row(typing_context: Any, tag: Any, kind: Any, source: Any, target: Any
     return types.void(tag, kind, types.int64, types.int64, types.int64), generate
 
 
-def _widen(b: Builder, is_int8: bool, address: Value) -> Value:
+def emit_widen(b: Builder, is_int8: bool, address: Value) -> Value:
     """Load 16 elements as float32."""
     element = emit_load(b, address, _VB)
     return b.sitofp(b.sext(element, VI), VF) if is_int8 else _widen_fp8(b, element)

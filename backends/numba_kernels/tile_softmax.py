@@ -44,6 +44,7 @@ from backends.numba_kernels.vectors import (
     emit_fma,
     emit_load,
     emit_maximum,
+    emit_prefetch,
     emit_round_pair,
     emit_splat,
     emit_store,
@@ -56,8 +57,6 @@ from backends.numba_kernels.vectors import (
 GROUPS = 4  # of keys in a pass
 PASS_KEYS = GROUPS * LANES
 TILE_BYTES = 1024  # 16 rows of 64 bytes
-
-L2 = 2
 
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
@@ -82,32 +81,36 @@ def _store_tile(b: Builder, number: int, address: Value, stride: Value) -> None:
     _call(b, "tilestored64", _tile(number), b.inttoptr(address, _POINTER), stride)
 
 
-def _ask(b: Builder, address: Value) -> None:
-    """Ask for the cache line at an address, into L2: nearer, what is asked for would push out what is in use."""
-    ask = get_function(b, "llvm.prefetch.p0", ir.VoidType(), [_POINTER, I32, I32, I32])
-    b.call(ask, [b.inttoptr(address, _POINTER), I32(0), I32(L2), I32(1)])
-
-
 def _lanes(b: Builder, x: Value, order: list[int]) -> Value:
     return b.shuffle_vector(x, x, ir.Constant(ir.VectorType(I32, len(order)), order))
 
 
 @intrinsic
 def score_keys(
-    typing_context: Any, sources: Any, stride: Any, queries: Any, steps: Any, scores: Any, is_half: Any
+    typing_context: Any,
+    kind: Any,
+    sources: Any,
+    stride: Any,
+    queries: Any,
+    steps: Any,
+    scores: Any,
+    is_half: Any,
+    following: Any,
 ) -> Any:
     """scores [4 groups, 16 keys, 16 lanes] float32 = keys @ queries; of groups 0 and 1 alone if `is_half`.
 
     `sources`: address of 4 int64 addresses, of the first key of each group; keys are `stride` bytes apart. `queries`: `steps` tiles, each
-    of 16 rows of 16 words, a word being two neighbouring numbers of the head dimension.
+    of 16 rows of 16 words, a word being two neighbouring numbers of the head dimension. `following`: address of as many addresses of keys,
+    whose memory is asked for unless the pool's `kind` has scales.
     """
-    signature = types.void(*[types.int64] * 5, types.boolean)
+    signature = types.void(kind, *[types.int64] * 5, types.boolean, types.int64)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        sources, stride, queries, steps, scores, is_half = arguments
+        _, sources, stride, queries, steps, scores, is_half, following = arguments
+        asked = None if has_scales(kind) else following
 
         def emit(groups: int) -> None:
-            _emit_scores(b, list(range(groups)), sources, stride, queries, steps, scores)
+            _emit_scores(b, list(range(groups)), sources, stride, queries, steps, scores, asked)
 
         with b.if_else(is_half) as (half, whole):
             with half:
@@ -120,10 +123,18 @@ def score_keys(
 
 
 def _emit_scores(
-    b: Builder, groups: list[int], sources: Value, stride: Value, queries: Value, steps: Value, scores: Value
+    b: Builder,
+    groups: list[int],
+    sources: Value,
+    stride: Value,
+    queries: Value,
+    steps: Value,
+    scores: Value,
+    following: Value | None = None,
 ) -> None:
-    """Multiply some groups of keys by the queries."""
+    """Multiply some groups of keys by the queries; `following` as in `score_keys`."""
     line = I64(64)
+    asked = [] if following is None else [emit_load(b, emit_at(b, following, 8 * g), I64) for g in groups]
     keys = [emit_load(b, emit_at(b, sources, 8 * g), I64) for g in groups]
     for g in groups:
         _call(b, "tilezero", _tile(g))
@@ -132,6 +143,9 @@ def _emit_scores(
         for g, key in zip(groups, keys, strict=True):
             _load_tile(b, 4 + g % 2, b.add(key, b.shl(step, I64(6))), stride)
             _call(b, "tdpbf16ps", _tile(g), _tile(4 + g % 2), _tile(6))
+            for place in asked[g : g + 1]:
+                for row in range(LANES):
+                    emit_prefetch(b, emit_at(b, b.add(place, b.shl(step, I64(10))), 64 * row))
     for g in groups:
         _store_tile(b, g, emit_at(b, scores, g * TILE_BYTES), line)
 
@@ -185,42 +199,6 @@ def add_values(
 
 
 @intrinsic
-def pair_values(typing_context: Any, source: Any, stride: Any, written: Any, target: Any, count: Any) -> Any:
-    """Interleave 16 rows of `count` bfloat16 (a multiple of 32), two by two, into 8 rows of words; within each 128 bits, see `order_columns`.
-
-    Only the first `written` rows are read; the last of them stands for the others, because zero times NaN is NaN.
-    """
-    low = [8 * (i // 8) + i % 8 // 2 + 2 * LANES * (i % 2) for i in range(2 * LANES)]
-    high = [lane + 4 for lane in low]
-    order = ir.VectorType(I32, 2 * LANES)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        source, stride, written, target, count = arguments
-        words = b.shl(count, I64(2))
-        with b.if_else(b.icmp_signed("==", written, I64(LANES))) as (whole, partial):
-            for branch in (whole, partial):
-                with branch:
-                    rows = []
-                    for t in range(LANES):
-                        place = I64(t)
-                        if branch is partial:
-                            last = b.sub(written, I64(1))
-                            place = b.select(b.icmp_signed("<", place, last), place, last)
-                        rows.append(b.add(source, b.mul(place, stride)))
-                    targets = [b.add(target, b.mul(words, I64(pair))) for pair in range(LANES // 2)]
-                    with cgutils.for_range_slice(b, I64(0), count, I64(2 * LANES), intp=I64) as (i, _):
-                        at, to = b.shl(i, I64(1)), b.shl(i, I64(2))
-                        for pair in range(LANES // 2):
-                            x, y = (emit_load(b, b.add(row, at), _HALVES) for row in rows[2 * pair : 2 * pair + 2])
-                            place = b.add(targets[pair], to)
-                            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, low)), place)
-                            emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, high)), emit_at(b, place, 64))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), generate
-
-
-@intrinsic
 def fold_lanes(
     typing_context: Any, sums: Any, state: Any, other_sums: Any, other_state: Any, rows: Any, columns: Any
 ) -> Any:
@@ -246,24 +224,6 @@ def fold_lanes(
 
 
 @intrinsic
-def order_columns(typing_context: Any, row: Any, count: Any) -> Any:
-    """Put the `count` float32 of a row of sums (a multiple of 32) in the order of the head dimension."""
-    first = [LANES * (i // 4 % 2) + i % 4 + 4 * (i // 8) for i in range(LANES)]
-    second = [lane + 8 for lane in first]
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        row, count = arguments
-        with cgutils.for_range_slice(b, I64(0), count, I64(2 * LANES), intp=I64) as (i, _):
-            at = b.add(row, b.shl(i, I64(2)))
-            x, y = emit_load(b, at, VF), emit_load(b, emit_at(b, at, 64), VF)
-            emit_store(b, b.shuffle_vector(x, y, ir.Constant(VI, first)), at)
-            emit_store(b, b.shuffle_vector(x, y, ir.Constant(VI, second)), emit_at(b, at, 64))
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), generate
-
-
-@intrinsic
 def weigh_lanes(
     typing_context: Any,
     kind: Any,
@@ -279,14 +239,14 @@ def weigh_lanes(
     cap: Any,
     state: Any,
     scales: Any,
-    ahead: Any,
-    stride: Any,
-    row_bytes: Any,
     sources: Any,
     source_stride: Any,
     queries: Any,
     steps: Any,
     next_scores: Any,
+    following: Any,
+    offset: Any,
+    row_bytes: Any,
 ) -> Any:
     """Online softmax of a pass: scores (see `score_keys`, overwritten) → weights in tiles as `add_values` takes them.
 
@@ -295,8 +255,9 @@ def weigh_lanes(
     they become cap * tanh(score / cap). `state`: maxima (base 2) and sums, 16 lanes each, updated, followed by room for the factors by
     which earlier sums must shrink. For a `kind` with scales, `scales` is the address of 64 for the keys and 64 for the values.
 
-    Meanwhile the memory of the next pass is asked for, bit by bit, because no more than some 16 requests can be under way: `ahead`, unless
-    it is 0, is the address of the 4 + 4 addresses of its groups of keys and of values, rows of `row_bytes` bytes `stride` bytes apart.
+    Meanwhile the values of the next pass are asked for, row by row, because no more than some 16 requests can be under way: `following`,
+    unless it is 0, is the address of the addresses of its 4 groups of keys; `offset` bytes further lie 16 values of `row_bytes`
+    bytes each. Whoever lays out keys or multiplies them asks for the next ones: so memory is never idle.
 
     In between, because the processor's tiles and vectors work side by side, the next 16 rows' scores are computed as by `score_keys`, from
     `sources` and `queries` to `next_scores`, unless `queries` is 0; it must be 0 for a width under 16. Returns whether any factor is not 1.
@@ -344,14 +305,14 @@ def _emit_weigh(
     cap: Value,
     state: Value,
     scales: Value,
-    ahead: Value,
-    stride: Value,
-    row_bytes: Value,
     sources: Value,
     source_stride: Value,
     queries: Value,
     steps: Value,
     next_scores: Value,
+    following: Value,
+    offset: Value,
+    row_bytes: Value,
 ) -> Value:
     """Emit `weigh_lanes` for one width. A vector holds one key of each of `LANES // width` groups."""
     together = LANES // width
@@ -380,28 +341,24 @@ def _emit_weigh(
             result = b.select(_mask([g == group for g in first_group]), other, result)
         return result
 
-    def fetch(vector: Value | int, side: int, rows: list[Value]) -> None:
-        """Ask for rows of the next pass's keys (0) or values (1), of the groups of a vector."""
-        with b.if_then(b.icmp_signed("!=", ahead, zero)):
-            first = I64(vector * together) if isinstance(vector, int) else b.mul(vector, I64(together))
-            for group in range(together):
-                at = b.add(ahead, b.shl(b.add(first, I64(side * GROUPS + group)), I64(3)))
-                base = emit_load(b, at, I64)
-                for row in rows:
-                    place = b.add(base, b.mul(row, stride))
-                    _ask(b, place)
-                    _ask(b, emit_at(b, place, 64))
-                    with cgutils.for_range_slice(b, I64(128), row_bytes, I64(64), intp=I64) as (i, _):
-                        _ask(b, b.add(place, i))
+    def fetch(groups: list[Value], row: Value) -> None:
+        """Ask for a row of each of some groups of the next pass."""
+        with b.if_then(b.icmp_signed("!=", following, zero)):
+            for group in groups:
+                base = emit_load(b, b.add(following, b.shl(group, I64(3))), I64)
+                place = b.add(b.add(base, offset), b.mul(row, row_bytes))
+                with cgutils.for_range_slice(b, zero, row_bytes, I64(64), intp=I64) as (i, _):
+                    emit_prefetch(b, b.add(place, i))
 
     def find_best(is_special: bool) -> None:
         """Gather the scores of a vector's lanes, see to caps and masks, and find each lane's maximum before the multiplication."""
         with cgutils.for_range_slice(b, zero, count, one, intp=I64) as (vector, _):
             tile = b.add(scores, b.mul(vector, I64(together * TILE_BYTES)))
             first_key = b.mul(vector, I64(together * LANES))
+            groups = [b.add(b.mul(vector, I64(together)), I64(group)) for group in range(together)]
             with cgutils.for_range_slice(b, zero, I64(LANES), one, intp=I64) as (j, _):
                 at, key = b.add(tile, b.shl(j, I64(6))), b.add(first_key, j)
-                fetch(vector, 0, [j])
+                fetch([I64(0), I64(1)] if together == GROUPS else groups, j)
                 x = emit_load(b, at, VF)
                 for group in range(1, together):
                     other = emit_load(b, emit_at(b, at, group * TILE_BYTES), VF)
@@ -439,8 +396,10 @@ def _emit_weigh(
                 with b.if_then(b.icmp_signed("!=", queries, zero)):
                     _emit_scores(b, [vector], sources, source_stride, queries, steps, next_scores)
             with cgutils.for_range_slice(b, zero, I64(LANES // 2), one, intp=I64) as (pair, _):
-                fetch(vector, 1, [b.shl(pair, one), b.add(b.shl(pair, one), one)])
                 pair_weights = []
+                if together == GROUPS:
+                    for odd in (0, 1):
+                        fetch([I64(2), I64(3)], emit_at(b, b.shl(pair, one), odd))
                 for odd in (0, 1):
                     at = emit_at(b, b.add(tile, b.shl(pair, I64(7))), 64 * odd)
                     weight = emit_exp2(b, emit_fma(b, emit_load(b, at, VF), factor, minus_new))
