@@ -12,133 +12,12 @@ import struct
 import torch
 from torch import Tensor
 
-from backends.numba_kernels.activations import GELU_TANH, NONE, SILU
-from backends.numba_kernels.linear import PANEL, STEP_WORDS, linear_kernel
-from backends.numba_kernels.lookup import copy_panel_rows_kernel, copy_rows_kernel
-from backends.numba_kernels.matrix_tiles import has_matrix_tiles
-from backends.numba_kernels.packing import pack_kernel
+from backends.numba_kernels.lookup import copy_rows_kernel
 from backends.numba_kernels.rows import gate_kernel, norm_kernel, rotary_kernel, scale_kernel
-from backends.numba_kernels.threads import Kernel
-from backends.numba_quantised import QuantisedLinear, can_pack
+from backends.numba_linear import GATES, PackedGatedLinear, PackedLinear
+from backends.numba_quantised import QuantisedGatedLinear, QuantisedLinear, can_pack
 from backends.ops import Activation, Linear, TorchOps, Weight
 from backends.quantised_weights import QuantisedWeight
-
-GATES: dict[Activation, int] = {"silu": SILU, "gelu_tanh": GELU_TANH}  # those with kernels
-
-
-class PackedLinear:
-    """A bfloat16 weight in panels (see `numba_kernels.linear`), the only copy that is kept; callable as x [T, K] → [T, N]."""
-
-    __slots__ = (
-        "_address",
-        "_bias",
-        "_bias_address",
-        "_launch",
-        "_packed",
-        "num_inputs",
-        "num_outputs",
-    )
-
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, has_tiles: bool = True) -> None:
-        """Pack weight [N, K], N a multiple of 16 and K even.
-
-        It is multiplied on the processor's matrix tiles where there are any (`has_tiles` false forbids it) and K is a multiple of 32: by
-        one kernel for any number of rows, so that a row's result never depends on that number.
-        """
-        N, K = weight.shape
-        self.num_outputs, self.num_inputs = N, K
-        self._packed = _pack(weight)
-        self._bias = None if bias is None else bias.float().contiguous()
-        self._address = self._packed.data_ptr()
-        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._launch = _kernel(K, has_tiles).launch
-
-    def _panels(self, first: int, last: int) -> Tensor:
-        """View outputs first … last - 1 as [panels, K / 2, outputs of a panel, 2]."""
-        K = self.num_inputs
-        width = PANEL if first == 0 and last >= PANEL else max(1, last - first)
-        return self._packed[first * K : last * K].view(-1, K // 2, width, 2)
-
-    def weight(self) -> Tensor:
-        """Return an unpacked copy of the weight, [N, K]."""
-        full = self.num_outputs // PANEL * PANEL
-        parts = [self._panels(0, full), self._panels(full, self.num_outputs)]
-        return torch.cat([part.transpose(1, 2).reshape(-1, self.num_inputs) for part in parts if part.numel()])
-
-    def rows(self, ids: Tensor) -> Tensor:
-        """Return rows `ids` [T] int64 of the weight, [T, K]: what an embedding that shares this weight looks up."""
-        T, K = ids.shape[0], self.num_inputs
-        found = torch.empty((T, K), dtype=torch.bfloat16)
-        copy_panel_rows_kernel().start(
-            T * K, ids.data_ptr(), T, self._address, self.num_outputs, K // 2, found.data_ptr(), K * 2
-        )
-        return found
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply; sums in float32, one rounding."""
-        T = x.shape[0]
-        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
-            x = x.to(torch.bfloat16).contiguous()
-        N = self.num_outputs
-        y = torch.empty((T, N), dtype=torch.bfloat16)
-        threads = torch.get_num_threads()
-        self._launch(
-            threads, x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
-            y.data_ptr(), N * 2, T, N, self.num_inputs // 2, threads, NONE,
-        )  # fmt: skip
-        return y
-
-
-class PackedGatedLinear:
-    """Gate and up weights [2 I, K] in panels of 16 of each, the only copy that is kept; callable as x [T, K] → activation(gate) * up [T, I].
-
-    The numbers are those of a product and an activation one after the other, to the bit.
-    """
-
-    __slots__ = ("_bias", "_bias_address", "_kind", "_launch", "_packed", "num_inputs", "num_outputs")
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: Activation, *, has_tiles: bool = True) -> None:
-        """Pack what `takes` allows; on matrix tiles or vectors as `PackedLinear`."""
-        N, K = weight.shape
-        self.num_outputs, self.num_inputs = N // 2, K
-        self._packed = _pack(weight, N // 2)
-        self._bias = None if bias is None else bias.float().view(2, -1, PANEL // 2).transpose(0, 1).contiguous()
-        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._kind = GATES[activation]
-        self._launch = _kernel(K, has_tiles).launch
-
-    @staticmethod
-    def takes(weight: Tensor, activation: Activation) -> bool:
-        """Say whether `weight` and `activation` can be computed so."""
-        N, K = weight.shape
-        return weight.dtype == torch.bfloat16 and N % PANEL == 0 and K % 2 == 0 and activation in GATES
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Multiply, activate, multiply."""
-        T = x.shape[0]
-        if x.dtype != torch.bfloat16 or x.stride(1) != 1:
-            x = x.to(torch.bfloat16).contiguous()
-        width = self.num_outputs
-        y = torch.empty((T, width), dtype=torch.bfloat16)
-        threads = torch.get_num_threads()
-        self._launch(
-            threads, x.data_ptr(), x.stride(0) * 2, self._packed.data_ptr(), self._bias_address,
-            y.data_ptr(), width * 2, T, 2 * width, self.num_inputs // 2, threads, self._kind,
-        )  # fmt: skip
-        return y
-
-
-def _kernel(K: int, has_tiles: bool) -> Kernel:
-    return linear_kernel(has_tiles and K % (2 * STEP_WORDS) == 0 and has_matrix_tiles())
-
-
-def _pack(weight: Tensor, distance: int = 0) -> Tensor:
-    """Rearrange weight [N, K] into panels, see `numba_kernels.packing`."""
-    N, K = weight.shape
-    packed = torch.empty(N * K, dtype=torch.bfloat16)
-    weight = weight.contiguous()
-    pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, packed.data_ptr(), N, K // 2, distance)
-    return packed
 
 
 class NumbaOps(TorchOps):
@@ -170,7 +49,10 @@ class NumbaOps(TorchOps):
 
     def pack_gated_linear(self, weight: Weight, bias: Tensor | None, activation: Activation) -> Linear:
         """Activate where the product is computed, while its sums are at hand."""
-        if not isinstance(weight, QuantisedWeight) and PackedGatedLinear.takes(weight, activation):
+        if isinstance(weight, QuantisedWeight):
+            if self._dtype == torch.bfloat16 and QuantisedGatedLinear.takes(weight, activation):
+                return QuantisedGatedLinear(weight, bias, activation)
+        elif PackedGatedLinear.takes(weight, activation):
             return PackedGatedLinear(weight, bias, activation)
         return super().pack_gated_linear(weight, bias, activation)
 

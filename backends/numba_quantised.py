@@ -1,66 +1,54 @@
-"""Linears whose weight stays in integers, on the CPU with compiled kernels. The formats' definition is `quantised_weights`.
+"""Linears of quantised weights on the CPU: rearranges the bytes, launches the kernels. What the weights stand for is `quantised_weights`.
 
-Invariant: the packed strips are the only copy of a weight that is kept, and they hold every bit of it.
+On matrix tiles a weight is widened to bfloat16 while it is multiplied (`numba_kernels.widening`): results are those of the dequantised weight, bit
+for bit. Elsewhere it stays integers, and rows of x are rounded to 8 bits by groups (`numba_kernels.groups`).
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
+from backends.numba_kernels.activations import NONE
 from backends.numba_kernels.group_kinds import KINDS
 from backends.numba_kernels.linear_quantised import quantised_linear_kernel
+from backends.numba_kernels.linear_tiles import linear_tiles_kernel
 from backends.numba_kernels.lookup_quantised import row_kernel
 from backends.numba_kernels.vectors import LANES
-from backends.quantised_weights import QuantisedWeight
+from backends.numba_kernels.widening import CODE_FACTOR
+from backends.numba_linear import GATES, PanelProduct, interleave_gate, takes_tiles
+from backends.ops import Activation
+from backends.quantised_weights import Format, QuantisedWeight
 from backends.torch_threads import calling_thread_only
 
 
-class QuantisedLinear:
-    """A quantised weight in strips (see `numba_kernels.group_kinds`); callable as x [T, K] → [T, N], both bfloat16."""
+class Strips:
+    """A quantised weight in strips (see `numba_kernels.group_kinds`), the only copy that is kept; outputs that N lacks to whole strips are zeros."""
 
-    __slots__ = (
-        "_address",
-        "_bias",
-        "_bias_address",
-        "_format",
-        "_groups",
-        "_launch",
-        "_look_up",
-        "_packed",
-        "_strip_bytes",
-        "_strips",
-        "num_inputs",
-        "num_outputs",
-    )
+    __slots__ = ("_format", "_groups", "_look_up", "_strip_bytes", "count", "num_inputs", "num_outputs", "packed")
 
-    def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None) -> None:
-        """Pack a weight whose K is a whole number of groups; outputs that N lacks to a whole strip are zeros."""
+    def __init__(self, weight: QuantisedWeight) -> None:
+        """Pack a weight whose K is a whole number of groups."""
         N, K = weight.shape
         kind = KINDS[weight.format]
         self.num_outputs, self.num_inputs = N, K
+        self.count = -(-N // LANES)
         self._format = weight.format
         self._groups = K // kind.group
-        self._strips = -(-N // LANES)
         self._strip_bytes = self._groups * kind.group_bytes + kind.tail_bytes
-        self._packed = torch.empty(self._strips * self._strip_bytes + 64, dtype=torch.uint8)
-        skipped = -self._packed.data_ptr() % 64
-        self._packed = self._packed[skipped : skipped + self._strips * self._strip_bytes]
-        for first in range(0, self._strips, 64):
-            self._pack(weight, first, min(first + 64, self._strips))
-        self._bias: Tensor | None = None
-        if bias is not None:
-            self._bias = torch.zeros(self._strips * LANES)
-            self._bias[:N] = bias
-        self._address = self._packed.data_ptr()
-        self._bias_address = 0 if self._bias is None else self._bias.data_ptr()
-        self._launch = quantised_linear_kernel(weight.format).launch
+        memory = torch.empty(self.count * self._strip_bytes + 64, dtype=torch.uint8)
+        skipped = -memory.data_ptr() % 64
+        self.packed = memory[skipped : skipped + self.count * self._strip_bytes]
+        for first in range(0, self.count, 64):
+            self._pack(weight, first, min(first + 64, self.count))
         self._look_up = row_kernel(weight.format).start
 
     def _parts(self, first: int, last: int) -> tuple[Tensor, Tensor]:
         """View strips first … last - 1: their groups [strips, G, bytes of a group], and what stands behind the groups, [strips, bytes]."""
         kind = KINDS[self._format]
-        strips = self._packed[first * self._strip_bytes : last * self._strip_bytes].view(-1, self._strip_bytes)
+        strips = self.packed[first * self._strip_bytes : last * self._strip_bytes].view(-1, self._strip_bytes)
         groups, tails = strips.split_with_sizes([self._groups * kind.group_bytes, kind.tail_bytes], 1)
         return groups.view(last - first, self._groups, kind.group_bytes), tails
 
@@ -89,7 +77,7 @@ class QuantisedLinear:
     @calling_thread_only()
     def weight(self) -> QuantisedWeight:
         """Return the weight as it was given, in new memory."""
-        N, count, kind = self.num_outputs, self._strips, KINDS[self._format]
+        N, count, kind = self.num_outputs, self.count, KINDS[self._format]
         groups, tails = self._parts(0, count)
         words = groups[..., : kind.code_bytes].view(torch.int32).view(count, self._groups, -1, LANES)
         codes = words.permute(0, 3, 1, 2).contiguous().view(torch.uint8)  # [strips, outputs, groups, bytes]
@@ -105,20 +93,110 @@ class QuantisedLinear:
         """Return rows `ids` [T] int64 of the weight in bfloat16, [T, K]: what an embedding that shares this weight looks up."""
         T, K = ids.shape[0], self.num_inputs
         out = torch.empty((T, K), dtype=torch.bfloat16)
-        self._look_up(T * K, ids.data_ptr(), T, self._address, self.num_outputs, self._groups, out.data_ptr(), K * 2)
+        self._look_up(
+            T * K, ids.data_ptr(), T, self.packed.data_ptr(), self.num_outputs, self._groups, out.data_ptr(), K * 2
+        )
         return out
 
+
+class QuantisedLinear:
+    """A quantised weight in strips; callable as x [T, K] → [T, N], both bfloat16."""
+
+    __slots__ = ("_multiply", "_strips")
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None, *, has_tiles: bool = True) -> None:
+        """Pack a weight that `can_pack`; it is multiplied on matrix tiles where there are any (`has_tiles` false forbids it)."""
+        strips = self._strips = Strips(weight)
+        width = strips.count * LANES
+        shift: Tensor | None = None
+        if bias is not None:
+            shift = torch.zeros(width)
+            shift[: bias.shape[0]] = bias
+        self._multiply: PanelProduct | _VectorProduct
+        if has_tiles and takes_tiles(strips.num_inputs):
+            self._multiply = _tile_product(strips, weight, NONE, shift)
+        else:
+            self._multiply = _VectorProduct(strips, weight.format, shift)
+
+    @property
+    def num_outputs(self) -> int:
+        """N."""
+        return self._strips.num_outputs
+
+    def weight(self) -> QuantisedWeight:
+        """Return the weight as it was given, in new memory."""
+        return self._strips.weight()
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Return rows `ids` [T] int64 of the weight in bfloat16, [T, K]: what an embedding that shares this weight looks up."""
+        return self._strips.rows(ids)
+
     def __call__(self, x: Tensor) -> Tensor:
-        """Multiply; x is quantised by groups, sums are exact within a group and float32 between groups, one rounding at the end."""
+        """Multiply."""
+        y = self._multiply(x)
+        return y if y.shape[1] == self._strips.num_outputs else y[:, : self._strips.num_outputs]
+
+
+class QuantisedGatedLinear:
+    """Quantised gate and up weights [2 I, K], 16 outputs of each in turn; callable as x [T, K] → activation(gate) * up [T, I].
+
+    The numbers are those of a product and an activation one after the other, to the bit.
+    """
+
+    __slots__ = ("_product",)
+
+    def __init__(self, weight: QuantisedWeight, bias: Tensor | None, activation: Activation) -> None:
+        """Pack what `takes` allows."""
+        scales = None if weight.scales is None else interleave_gate(weight.scales)
+        weight = replace(weight, data=interleave_gate(weight.data), scales=scales)
+        shift = None if bias is None else interleave_gate(bias)
+        self._product = _tile_product(Strips(weight), weight, GATES[activation], shift)
+
+    @staticmethod
+    def takes(weight: QuantisedWeight, activation: Activation) -> bool:
+        """Say whether `weight` and `activation` can be computed so here: on matrix tiles."""
+        N, K = weight.shape
+        return N % (2 * LANES) == 0 and can_pack(weight) and takes_tiles(K) and activation in GATES
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply, activate, multiply."""
+        return self._product(x)
+
+
+def _tile_product(strips: Strips, weight: QuantisedWeight, activation: int, bias: Tensor | None) -> PanelProduct:
+    width = strips.count * LANES
+    factors: Tensor | None = None
+    if weight.scales is not None:
+        factors = torch.zeros(width)
+        factors[: strips.num_outputs] = weight.scales / CODE_FACTOR
+    kernel = linear_tiles_kernel(weight.format)
+    return PanelProduct(kernel, strips.packed, width, strips.num_inputs, activation, bias, factors)
+
+
+class _VectorProduct:
+    """The launch of `numba_kernels.linear_quantised`: x is quantised by groups, sums are exact within a group and float32 between groups."""
+
+    __slots__ = ("_address", "_bias", "_bias_address", "_groups", "_launch", "_strips")
+
+    def __init__(self, strips: Strips, form: Format, bias: Tensor | None) -> None:
+        self._strips = strips
+        self._address = strips.packed.data_ptr()
+        self._groups = strips.num_inputs // KINDS[form].group
+        self._bias = bias
+        self._bias_address = 0 if bias is None else bias.data_ptr()
+        self._launch = quantised_linear_kernel(form).launch
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Multiply; one rounding at the end."""
         if x.dtype != torch.bfloat16 or x.stride(1) != 1:
             x = x.to(torch.bfloat16).contiguous()
-        T, width = x.shape[0], self._strips * LANES
+        T, width = x.shape[0], self._strips.count * LANES
         y = torch.empty((T, width), dtype=torch.bfloat16)
         self._launch(
             torch.get_num_threads(), x.data_ptr(), x.stride(0) * 2, self._address, self._bias_address,
-            y.data_ptr(), width * 2, T, self._strips, self._groups,
+            y.data_ptr(), width * 2, T, self._strips.count, self._groups,
         )  # fmt: skip
-        return y if width == self.num_outputs else y[:, : self.num_outputs]
+        return y
 
 
 def can_pack(weight: QuantisedWeight) -> bool:

@@ -32,6 +32,7 @@ RULES: dict[str, tuple[set[str], set[str]]] = {
     "backends.numba_kernels": ({"backends"}, {"torch", "numpy", "numba", "llvmlite"}),
     "backends.cupy_raw": ({"backends"}, {"torch", "numpy", "cupy"}),
     "backends.numba_cuda": ({"backends"}, {"torch", "numpy", "numba"}),
+    "backends.numba_linear": ({"backends"}, {"torch", "numpy", "numba", "llvmlite"}),
     "backends.numba_quantised": ({"backends"}, {"torch", "numpy", "numba", "llvmlite"}),
     "backends.numba_ops": ({"backends"}, {"torch", "numpy", "numba", "llvmlite"}),
     "service.errors": (set(), set()),

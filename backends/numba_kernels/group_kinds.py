@@ -86,4 +86,3 @@ def _fact(read: Callable[[Kind], int]) -> Any:
 group_bytes = _fact(lambda kind: kind.group_bytes)
 group_size = _fact(lambda kind: kind.group)
 tail_bytes = _fact(lambda kind: kind.tail_bytes)
-spreads = _fact(lambda kind: kind.bits == 4)

@@ -19,7 +19,7 @@ from llvmlite import ir
 from numba import types
 
 from backends.numba_kernels.group_kinds import SIDE_BYTES, Kind, kind_of
-from backends.numba_kernels.matrix_tiles import LINE_BYTES, has_matrix_tiles
+from backends.numba_kernels.matrix_tiles import LINE_BYTES
 from backends.numba_kernels.vectors import (
     F32,
     FEATURES,
@@ -49,9 +49,8 @@ from backends.numba_kernels.vectors import (
 _TAKES_BYTES = llvm.llvm_version_info[0] >= 22  # LLVM changed the instruction's types
 HAS_BYTE_DOT = "avx512vnni" in FEATURES and HAS_WIDE
 HAS_HALF = bool({"f16c", "avx512f", "neon"} & FEATURES)
-HAS_TILES = has_matrix_tiles()
-# Two sums of 16 for each row stay in registers; more than a few rows are for matrix tiles where there are any.
-MAX_STRIP_ROWS = 2 if not HAS_WIDE else 4 if HAS_TILES else 8
+# Two sums of 16 for each row stay in registers.
+MAX_STRIP_ROWS = 8 if HAS_WIDE else 2
 AHEAD = 2048  # bytes; of 1, 2, 4 and 8 KiB the one that was faster than none in every comparison
 _MAGIC = 1.5 * 2**23  # adding it leaves the nearest integer, ties to even, in the low bits of a float32
 _MAGIC_BITS = 0x4B40_0000
@@ -264,16 +263,13 @@ def emit_group_end(
 
 
 def emit_strip_end(
-    b: Builder, facts: Kind, end: Value, totals: list[Value], bias: Value, y: Value, y_stride: Value, rows: Value = None
+    b: Builder, facts: Kind, end: Value, totals: list[Value], bias: Value, y: Value, y_stride: Value
 ) -> None:
-    """Scale by output where the kind does, add the bias, round and store; only the first `rows` where that is given."""
+    """Scale by output where the kind does, add the bias, round and store."""
     shift = emit_load(b, bias, VF)
     scale = None if facts.has_scales else emit_load(b, end, VF)
-    for r, total in enumerate(totals):
-        result = emit_round_bf16(b, b.fadd(total, shift) if scale is None else emit_fma(b, total, scale, shift))
-        if rows is None:
-            emit_store(b, result, y)
-        else:
-            with b.if_then(b.icmp_signed("<", ir.Constant(I64, r), rows), likely=True):
-                emit_store(b, result, y)
+    for total in totals:
+        emit_store(
+            b, emit_round_bf16(b, b.fadd(total, shift) if scale is None else emit_fma(b, total, scale, shift)), y
+        )
         y = b.add(y, y_stride)

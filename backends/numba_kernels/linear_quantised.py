@@ -1,4 +1,4 @@
-"""x @ weight.T for weights of integers in strips (see `groups`). x is bfloat16 and is quantised here, by groups.
+"""x @ weight.T on vectors, for weights of integers in strips (see `groups`). x is bfloat16 and is quantised here, by groups.
 
 Arguments: counter, x, x row stride, packed, bias (float32, 16 for each strip; zero for none), y, y row stride, T, strips, groups.
 One item: a few strips for up to ROWS_AT_ONCE rows of x; a thread quantises these rows for itself when it first takes an item of theirs,
@@ -14,15 +14,8 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
-from backends.numba_kernels.group_kinds import KINDS, SIDE_BYTES, group_bytes, group_size, spreads, tail_bytes
-from backends.numba_kernels.group_tiles import (
-    SUMS_BYTES,
-    configure_group_tiles,
-    multiply_strip_tiles,
-    spread_strip,
-)
-from backends.numba_kernels.groups import HAS_TILES, MAX_STRIP_ROWS, multiply_strip, quantise_groups
-from backends.numba_kernels.matrix_tiles import TILE_ROWS, release_tiles
+from backends.numba_kernels.group_kinds import KINDS, SIDE_BYTES, group_bytes, group_size, tail_bytes
+from backends.numba_kernels.groups import MAX_STRIP_ROWS, multiply_strip, quantise_groups
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import LANES, keep, read_int64, take_next, write_float
 
@@ -43,19 +36,12 @@ def _linear(arguments: int, kind: Any) -> None:
     num_items = strip_items * ((T + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
     row_bytes, side_bytes = groups * group_size(kind), groups * SIDE_BYTES
     rows_held = min(T, ROWS_AT_ONCE)
-    uses_tiles = HAS_TILES and T > MAX_STRIP_ROWS
-    spread_bytes = row_bytes * LANES if uses_tiles and spreads(kind) else 0
-    rows_readable = (rows_held + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
-    memory = np.empty(rows_readable * (row_bytes + side_bytes) + SUMS_BYTES + spread_bytes + 4 * 64, np.uint8)
+    memory = np.empty(rows_held * (row_bytes + side_bytes) + 2 * 64, np.uint8)
     zeros = (memory.ctypes.data + 63) // 64 * 64
-    configuration, sums = zeros + 64, zeros + 128
-    spread = sums + SUMS_BYTES
-    codes = spread + spread_bytes
-    sides = codes + rows_readable * row_bytes
+    codes = zeros + 64
+    sides = codes + rows_held * row_bytes
     for i in range(LANES):
         write_float(zeros + 4 * i, np.float32(0))
-    if uses_tiles:
-        configure_group_tiles(kind, configuration, min(T, TILE_ROWS))
     held = -1  # the first of the rows that are quantised
     while True:
         item = take_next(arguments)
@@ -72,26 +58,6 @@ def _linear(arguments: int, kind: Any) -> None:
         for strip in range(first_strip, min(first_strip + strips_per_item, num_strips)):
             shift = bias + strip * LANES * 4 if bias else zeros
             here, where = packed + strip * strip_bytes, y + first_row * y_stride + strip * LANES * 2
-            if uses_tiles:
-                if spreads(kind):
-                    spread_strip(kind, here, groups, spread)
-                for row in range(0, num_rows, TILE_ROWS):
-                    multiply_strip_tiles(
-                        kind,
-                        min(TILE_ROWS, num_rows - row),
-                        codes + row * row_bytes,
-                        row_bytes,
-                        sides + row * side_bytes,
-                        side_bytes,
-                        here,
-                        spread if spreads(kind) else here,
-                        groups,
-                        shift,
-                        sums,
-                        where + row * y_stride,
-                        y_stride,
-                    )
-                continue
             chunks = (num_rows + MAX_STRIP_ROWS - 1) // MAX_STRIP_ROWS
             for chunk in range(chunks):
                 row = chunk * num_rows // chunks
@@ -109,15 +75,13 @@ def _linear(arguments: int, kind: Any) -> None:
                     where + row * y_stride,
                     y_stride,
                 )
-    if uses_tiles:
-        release_tiles()
     keep(memory)
 
 
 @lru_cache(maxsize=len(KINDS))
 def quantised_linear_kernel(kind: str) -> Kernel:
     """Compile the product for one format of `groups.KINDS`, or load it from the cache."""
-    key = source_key() * 2 + HAS_TILES  # code with tiles must not be loaded where the system refuses them
+    key = source_key()
 
     def linear_q4_0(arguments: int) -> None:
         if key:

@@ -37,8 +37,6 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
-from backends.numba_kernels.activations import NONE
-from backends.numba_kernels.tile_results import emit_write_gated_rows, emit_write_rows
 from backends.numba_kernels.vectors import (
     FEATURES,
     I64,
@@ -53,6 +51,7 @@ from backends.numba_kernels.vectors import (
     is_bfloat16,
 )
 
+NEEDED = frozenset({"amx-tile", "amx-bf16", "amx-int8", "avx512f", "avx512bf16", "avx512bw", "avx512vbmi"})
 TILE_ROWS = 16
 MAX_TILE_ROWS = 2 * TILE_ROWS  # rows of one product
 STEP_BYTES = 64  # of a row of a
@@ -70,10 +69,10 @@ _A, _B = 4, 6  # first registers; c begins at 0
 def has_matrix_tiles() -> bool:
     """Say whether this process may use tiles of bfloat16 and int8, asking the system for them the first time.
 
-    False where Numba compiles for a processor without them (its environment variables count), and where the system refuses: an old kernel,
+    False where Numba compiles for a processor without them, or without the vectors that feed them (its environment variables count), and where the system refuses: an old kernel,
     a sandbox, a signal stack too small for their state.
     """
-    if not {"amx-tile", "amx-bf16", "amx-int8"} <= FEATURES:
+    if not NEEDED <= FEATURES:
         return False
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return False
@@ -163,64 +162,9 @@ def multiply_tiles(
         _, rows, columns, *operands, following, lines = arguments
 
         def meanwhile(step: Value) -> None:
-            _emit_fetch(b, step, following, lines)
+            emit_fetch(b, step, following, lines)
 
-        _emit_products(b, _product(tag), rows, columns, operands, meanwhile)
-        return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def multiply_tiles_and_write(
-    typing_context: Any,
-    tag: Any,
-    rows: Any,
-    columns: Any,
-    a: Any,
-    a_stride: Any,
-    b_: Any,
-    b_stride: Any,
-    c: Any,
-    c_stride: Any,
-    steps: Any,
-    adds: Any,
-    following: Any,
-    lines: Any,
-    pending_rows: Any,
-    pending: Any,
-    target: Any,
-    target_stride: Any,
-    bias: Any,
-    activation: Any,
-) -> Any:
-    """Do what `multiply_tiles` does and meanwhile finish an earlier product, with units of the processor that would be idle.
-
-    target[r, :] = pending[r, :] + bias for `pending_rows` rows (0 … MAX_TILE_ROWS) of 32 float32, rounded to bfloat16. Rows of `pending` lie
-    next to each other, those of target target_stride bytes apart. With an `activation` (not NONE), the first 16 of these gate the others
-    and a row of target is their 16 products, see `write_gated_rows`.
-    """
-    signature = types.void(tag, *[types.int64] * 9, types.boolean, *[types.int64] * 8)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        (_, rows, columns, *operands), (following, lines, pending_rows, *result) = arguments[:11], arguments[11:]
-        pending, target, target_stride, bias, activation = result
-        steps = operands[6]
-        share = b.sdiv(b.add(pending_rows, b.sub(steps, ir.Constant(I64, 1))), steps)
-
-        def meanwhile(step: Value) -> None:
-            _emit_fetch(b, step, following, lines)
-            first = b.mul(step, share)
-            last = b.add(first, share)
-            last = b.select(b.icmp_signed("<", last, pending_rows), last, pending_rows)
-            stride = ir.Constant(I64, 2 * STEP_BYTES)
-            with b.if_else(b.icmp_signed("==", activation, ir.Constant(I64, NONE))) as (plain, gated):
-                with plain:
-                    emit_write_rows(b, 2, first, last, pending, stride, target, target_stride, bias)
-                with gated:
-                    emit_write_gated_rows(b, activation, first, last, pending, stride, target, target_stride, bias)
-
-        _emit_products(b, _product(tag), rows, columns, operands, meanwhile)
+        emit_products(b, _product(tag), rows, columns, operands, meanwhile)
         return context.get_dummy_value()
 
     return signature, generate
@@ -230,24 +174,35 @@ def _product(tag: Any) -> str:
     return "tdpbf16ps" if is_bfloat16(tag) else "tdpbssd"
 
 
-def _emit_fetch(b: Builder, step: Value, following: Value, lines: Value) -> None:
+def emit_fetch(b: Builder, step: Value, following: Value, lines: Value) -> None:
+    """Ask for the lines of one step, see `multiply_tiles`."""
     first = b.mul(step, lines)
     with cgutils.for_range_slice(b, first, b.add(first, lines), ir.Constant(I64, 1), intp=I64) as (line, _):
         emit_prefetch(b, b.add(following, b.mul(line, ir.Constant(I64, LINE_BYTES))))
 
 
-def _emit_products(
-    b: Builder, product: str, rows: Value, columns: Value, operands: Sequence[Value], meanwhile: Callable[[Value], None]
+def emit_products(
+    b: Builder,
+    product: str,
+    rows: Value,
+    columns: Value,
+    operands: Sequence[Value],
+    meanwhile: Callable[[Value], None],
+    place: Callable[[Value], Value] | None = None,
 ) -> None:
+    """Do what `multiply_tiles` does, by the instruction named; `operands` are its arguments from a to adds.
+
+    `meanwhile` emits other work for a step; `place` says how many bytes after b a step lies, where steps do not follow each other.
+    """
     is_tall = b.icmp_signed(">", rows, ir.Constant(I64, TILE_ROWS))
     is_wide = b.icmp_signed(">", columns, ir.Constant(I64, 1))
     with b.if_else(is_tall) as (tall, flat):
         for branch, height in ((tall, 2), (flat, 1)):
             with branch, b.if_else(is_wide) as (wide, narrow):
                 with wide:
-                    _emit_product(b, product, height, 2, operands, meanwhile)
+                    _emit_product(b, product, height, 2, operands, meanwhile, place)
                 with narrow:
-                    _emit_product(b, product, height, 1, operands, meanwhile)
+                    _emit_product(b, product, height, 1, operands, meanwhile, place)
 
 
 def _emit_product(
@@ -257,8 +212,9 @@ def _emit_product(
     width: int,
     operands: Sequence[Value],
     meanwhile: Callable[[Value], None],
+    place: Callable[[Value], Value] | None,
 ) -> None:
-    """Multiply `height` tiles of rows by `width` tiles of outputs; `meanwhile` may emit other work for a step."""
+    """Multiply `height` tiles of rows by `width` tiles of outputs."""
     a, a_stride, base, b_stride, c, c_stride, steps, adds = operands
     lower_a = b.mul(a_stride, ir.Constant(I64, TILE_ROWS))
     lower_c = b.add(c, b.mul(c_stride, ir.Constant(I64, TILE_ROWS)))
@@ -274,7 +230,7 @@ def _emit_product(
     zero, one = ir.Constant(I64, 0), ir.Constant(I64, 1)
     with cgutils.for_range_slice(b, zero, steps, one, intp=I64) as (step, _):
         a_now = b.add(a, b.mul(step, ir.Constant(I64, STEP_BYTES)))
-        b_now = b.add(base, b.mul(step, step_b))
+        b_now = b.add(base, place(step) if place else b.mul(step, step_b))
         # All loads first: a tenth faster than each before its product.
         for i in range(height):
             address = b.add(a_now, lower_a) if i else a_now

@@ -1,6 +1,6 @@
-"""What becomes of a tile of float32 sums: bias, activation, one rounding to bfloat16, stored. Knows rows of a tile, not who summed them.
+"""What becomes of a tile of float32 sums: factor, bias, activation, one rounding to bfloat16, stored. Knows rows of a tile, not who summed them.
 
-Strides are in bytes. `bias` is the address of as many float32 values as a row of sums has, minus zeros for none.
+Strides are in bytes. `factor` and `bias` are addresses of as many float32 values as a row of sums has: ones and minus zeros for none.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from backends.numba_kernels.vectors import (
     Value,
     cgutils,
     emit_at,
+    emit_fma,
     emit_load,
     emit_round_bf16,
     emit_store,
@@ -36,10 +37,11 @@ def write_rows(
     source_stride: Any,
     target: Any,
     target_stride: Any,
+    factor: Any,
     bias: Any,
 ) -> Any:
-    """target[r, :] = source[r, :] + bias for `rows` rows of `columns` (1 or 2) vectors of float32, rounded to bfloat16."""
-    signature = types.void(*[types.int64] * 7)
+    """target[r, :] = source[r, :] * factor + bias for `rows` rows of `columns` (1 or 2) vectors of float32, rounded to bfloat16."""
+    signature = types.void(*[types.int64] * 8)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         rows, columns, *rest = arguments
@@ -63,15 +65,14 @@ def emit_write_rows(
     source_stride: Value,
     target: Value,
     target_stride: Value,
+    factor: Value,
     bias: Value,
 ) -> None:
     """Do what `write_rows` does, for rows first … last - 1."""
     with cgutils.for_range_slice(b, first, last, ir.Constant(I64, 1), intp=I64) as (row, _):
         at, to = b.add(source, b.mul(row, source_stride)), b.add(target, b.mul(row, target_stride))
         for n in range(columns):
-            shift = emit_load(b, emit_at(b, bias, 64 * n), VF)
-            total = b.fadd(emit_load(b, emit_at(b, at, 64 * n), VF), shift)
-            emit_store(b, emit_round_bf16(b, total), emit_at(b, to, 32 * n))
+            emit_store(b, _emit_result(b, n, at, factor, bias), emit_at(b, to, 32 * n))
 
 
 @intrinsic
@@ -83,13 +84,14 @@ def write_gated_rows(
     source_stride: Any,
     target: Any,
     target_stride: Any,
+    factor: Any,
     bias: Any,
 ) -> Any:
-    """target[r, i] = activation(source[r, i]) * source[r, 16 + i] for `rows` rows and 16 values of i, both sums with their bias.
+    """target[r, i] = activation(source[r, i]) * source[r, 16 + i] for `rows` rows and 16 values of i, both with factor and bias.
 
     The sums are rounded to bfloat16 first, as they are where a product and an activation come one after the other.
     """
-    signature = types.void(*[types.int64] * 7)
+    signature = types.void(*[types.int64] * 8)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         activation, rows, *rest = arguments
@@ -108,15 +110,21 @@ def emit_write_gated_rows(
     source_stride: Value,
     target: Value,
     target_stride: Value,
+    factor: Value,
     bias: Value,
 ) -> None:
     """Do what `write_gated_rows` does, for rows first … last - 1."""
     with cgutils.for_range_slice(b, first, last, ir.Constant(I64, 1), intp=I64) as (row, _):
         at, to = b.add(source, b.mul(row, source_stride)), b.add(target, b.mul(row, target_stride))
-        gate, up = (_emit_rounded(b, emit_at(b, at, 64 * n), emit_at(b, bias, 64 * n)) for n in range(2))
+        gate, up = (_emit_widened(b, _emit_result(b, n, at, factor, bias)) for n in range(2))
         emit_store(b, emit_round_bf16(b, emit_gated(b, gate, up, activation)), to)
 
 
-def _emit_rounded(b: Builder, at: Value, bias: Value) -> Value:
-    total = emit_round_bf16(b, b.fadd(emit_load(b, at, VF), emit_load(b, bias, VF)))
-    return b.bitcast(b.shl(b.zext(total, VI), ir.Constant(VI, [16] * LANES)), VF)
+def _emit_result(b: Builder, n: int, sums: Value, factor: Value, bias: Value) -> Value:
+    """Return vector n of a row: 16 bfloat16."""
+    total, scale, shift = (emit_load(b, emit_at(b, at, 64 * n), VF) for at in (sums, factor, bias))
+    return emit_round_bf16(b, emit_fma(b, total, scale, shift))
+
+
+def _emit_widened(b: Builder, halves: Value) -> Value:
+    return b.bitcast(b.shl(b.zext(halves, VI), ir.Constant(VI, [16] * LANES)), VF)

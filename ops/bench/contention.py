@@ -27,7 +27,7 @@ import torch
 from backends.interface import DeviceInfo
 from backends.kv_cache import KVCache
 from backends.numba_kernels.pool import worker_pool
-from backends.numba_ops import PackedLinear
+from backends.numba_linear import PackedLinear
 from backends.registry import select_backend
 from service.engine.batch import SequenceId, StepBatch, StepEntry
 from service.messages import SamplingParams

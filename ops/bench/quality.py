@@ -50,6 +50,7 @@ VARIANTS = [
     Variant("int4", quantise="int4"),
     Variant("bfloat16, int8 KV", kv=INT8),
     Variant("bfloat16, fp8 KV", kv=FP8),
+    Variant("int8, int8 KV", quantise="int8", kv=INT8),
     Variant("int4, int8 KV", quantise="int4", kv=INT8),
 ]
 

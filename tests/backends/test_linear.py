@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
-from backends.numba_ops import NumbaOps, PackedGatedLinear, PackedLinear
+from backends.numba_linear import PackedGatedLinear, PackedLinear
+from backends.numba_ops import NumbaOps
 from backends.ops import Activation, TorchOps
 from tests.backends.steps import TOLERANCE
 

@@ -35,7 +35,7 @@ import torch
 from backends.numba_kernels import vectors
 assert not vectors.HAS_WIDE and not vectors.HAS_BF16_DOT and vectors.HAS_FMA and vectors.MAX_ROWS == 3
 from backends.numba_cpu import NumbaCpuBackend
-from backends.numba_ops import PackedLinear
+from backends.numba_linear import PackedLinear
 from tests.backends.steps import TOLERANCE, Shape, assert_rows_agree, attend, expected, make_step
 torch.manual_seed(0)
 step = make_step(Shape(6, 2, 64, 16), [(1, 40), (33, 50), (1, 1), (1, 1500)], torch.bfloat16)

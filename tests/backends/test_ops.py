@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from backends.numba_ops import NumbaOps, PackedLinear
+from backends.numba_linear import PackedLinear
+from backends.numba_ops import NumbaOps
 from backends.ops import Activation, Ops, TorchOps, open_ops
 
 # Relative to the largest value: float32 sums in another order; half a unit of bfloat16's last place, twice for a tie broken differently.

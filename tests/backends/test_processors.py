@@ -37,7 +37,7 @@ def test_binding_takes_the_calling_thread_and_the_workers_and_no_other() -> None
     code = """
 import os, threading, torch
 from backends.numba_kernels.pool import worker_pool
-from backends.numba_ops import PackedLinear
+from backends.numba_linear import PackedLinear
 from backends.processors import by_core, pin_compute_threads
 torch.set_num_threads(3)
 allowed = os.sched_getaffinity(0)

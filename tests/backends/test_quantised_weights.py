@@ -6,6 +6,7 @@ import hashlib
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,11 @@ from gguf import GGMLQuantizationType
 from torch import Tensor
 
 from backends.numba_kernels.group_kinds import KINDS
+from backends.numba_kernels.matrix_tiles import has_matrix_tiles
+from backends.numba_linear import PackedLinear
 from backends.numba_ops import NumbaOps
-from backends.numba_quantised import QuantisedLinear
-from backends.ops import Linear, TorchOps
+from backends.numba_quantised import QuantisedGatedLinear, QuantisedLinear
+from backends.ops import Activation, Linear, TorchOps
 from backends.quantised_weights import Format, QuantisedWeight, quantise, stack
 
 FORMATS: list[Format] = ["q4_0", "q4_1", "q8_0", "int8"]
@@ -42,10 +45,17 @@ def random_weight(form: Format, N: int, K: int) -> QuantisedWeight:
     return QuantisedWeight(form, torch.from_numpy(raw).view(N, K // 32, -1))
 
 
-def linear_of(weight: QuantisedWeight, bias: Tensor | None = None) -> QuantisedLinear:
-    linear = NumbaOps(torch.bfloat16).pack_linear(weight, bias)
-    assert isinstance(linear, QuantisedLinear)
-    return linear
+def on_vectors(weight: QuantisedWeight, bias: Tensor | None = None) -> QuantisedLinear:
+    return QuantisedLinear(weight, bias, has_tiles=False)
+
+
+def on_tiles(weight: QuantisedWeight, bias: Tensor | None = None) -> QuantisedLinear:
+    return QuantisedLinear(weight, bias)
+
+
+needs_tiles = pytest.mark.skipif(not has_matrix_tiles(), reason="no matrix tiles")
+BODIES = [pytest.param(on_vectors, id="vectors"), pytest.param(on_tiles, id="tiles", marks=needs_tiles)]
+LinearMaker = Callable[..., QuantisedLinear]
 
 
 # --- formats ---
@@ -112,7 +122,7 @@ def test_only_weights_of_one_format_are_stacked() -> None:
 @pytest.mark.parametrize(("N", "K"), SHAPES)
 def test_packing_keeps_every_byte(form: Format, N: int, K: int) -> None:
     weight = random_weight(form, N, K)
-    back = linear_of(weight).weight()
+    back = on_vectors(weight).weight()
     assert torch.equal(back.data, weight.data)
     if weight.scales is not None:
         assert back.scales is not None
@@ -123,7 +133,7 @@ def test_packing_keeps_every_byte(form: Format, N: int, K: int) -> None:
 @pytest.mark.parametrize(("N", "K"), [(96, 576), (50, 128)])
 def test_rows_are_looked_up_in_the_packed_weight(form: Format, N: int, K: int) -> None:
     weight = random_weight(form, N, K)
-    linear = linear_of(weight)
+    linear = on_vectors(weight)
     ids = torch.tensor([0, N - 1, 17, 5, 17])
     assert torch.equal(linear.rows(ids), weight.dequantise()[ids].to(torch.bfloat16))
     assert linear.rows(ids[:0]).shape == (0, K)
@@ -132,7 +142,7 @@ def test_rows_are_looked_up_in_the_packed_weight(form: Format, N: int, K: int) -
     assert torch.equal(missing[1], linear.rows(torch.tensor([3]))[0])
 
 
-# --- products ---
+# --- products on vectors: inputs rounded to 8 bits by groups ---
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 9, 17, 130])
@@ -152,8 +162,8 @@ def test_products_are_those_of_float64_for_inputs_that_codes_can_hold(
     product = x.double() @ weight.dequantise().double().T
     # A float32 sum of as many terms as there are groups, then one rounding.
     room = 1e-6 * (x.double().abs() @ weight.dequantise().double().abs().T) + BF16_STEP * product.abs()
-    assert ((linear_of(weight)(x).double() - product).abs() <= room).all()
-    with_bias = linear_of(weight, bias)(x).double()
+    assert ((on_vectors(weight)(x).double() - product).abs() <= room).all()
+    with_bias = on_vectors(weight, bias)(x).double()
     assert ((with_bias - product - bias).abs() <= room + BF16_STEP * (product + bias).abs() + 1e-6).all()
 
 
@@ -166,17 +176,79 @@ def test_inputs_are_off_by_at_most_half_a_step_of_their_group(form: Format) -> N
     steps = x.double().view(40, -1, group).abs().amax(-1, keepdim=True).expand(-1, -1, group).reshape(40, K) / 127
     product, magnitude = x.double() @ weight.dequantise().double().T, weight.dequantise().double().abs()
     room = 0.501 * (steps @ magnitude.T) + BF16_STEP * product.abs()
-    error = (linear_of(weight)(x).double() - product).abs()
+    error = (on_vectors(weight)(x).double() - product).abs()
     assert (error <= room).all()
     # Roundings that know nothing of each other add in squares; a uniform error has a variance of a twelfth of its squared width.
     expected = ((steps.square() @ magnitude.square().T) / 12 + (BF16_STEP * product).square() / 3).sqrt()
     assert error.square().mean().sqrt() < 1.3 * expected.square().mean().sqrt()
 
 
+# --- products on matrix tiles: the weight becomes bfloat16, inputs stay as they are ---
+
+# Groups of 32 rows, one more, one less; several blocks of them.
+ROWS = [0, 1, 2, 15, 16, 17, 31, 32, 33, 64, 65, 130, 300, 700]
+
+
+@needs_tiles
+@pytest.mark.parametrize("form", BLOCK_FORMATS)
+@pytest.mark.parametrize(("N", "K"), [*SHAPES, (16, 32), (720, 32), (720, 576), (144, 4096)])
+def test_tiles_give_the_bits_of_the_weight_in_bfloat16(form: Format, N: int, K: int) -> None:
+    """For any rows and threads: the ring of few rows, panels ahead, several blocks of the inner dimension, halves of panels at the end."""
+    weight, bias = random_weight(form, N, K), random_numbers(N)
+    width = -(-N // 16) * 16
+    numbers, shift = torch.zeros(width, K, dtype=torch.bfloat16), torch.zeros(width)
+    numbers[:N], shift[:N] = weight.dequantise(), bias
+    linears = [(on_tiles(weight), PackedLinear(numbers)), (on_tiles(weight, bias), PackedLinear(numbers, shift))]
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            for T in ROWS:
+                x = random_numbers(T, K + 6).to(torch.bfloat16)[:, :K]
+                for quantised, plain in linears:
+                    assert torch.equal(quantised(x), plain(x)[:, :N]), (threads, T)
+    finally:
+        torch.set_num_threads(before)
+
+
+@needs_tiles
+@pytest.mark.parametrize(("N", "K"), [(96, 576), (50, 128), (16, 64), (144, 4096)])
+def test_rows_of_codes_lose_nothing_on_tiles(N: int, K: int) -> None:
+    """Codes and inputs are exact in bfloat16, the scale comes last: what remains is float32 sums and one rounding."""
+    weight, bias = random_weight("int8", N, K), random_numbers(N)
+    linear = on_tiles(weight, bias)
+    for T in ROWS:
+        x = random_numbers(T, K).to(torch.bfloat16)
+        product = x.double() @ weight.dequantise().double().T
+        room = 1e-6 * (x.double().abs() @ weight.dequantise().double().abs().T) + BF16_STEP * (product + bias).abs()
+        assert ((linear(x).double() - product - bias).abs() <= room + 1e-6).all()
+
+
+@needs_tiles
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_row_is_the_same_alone_and_among_others(form: Format) -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_gate_has_the_bits_of_a_product_and_an_activation(
+    form: Format, activation: Activation, has_bias: bool
+) -> None:
+    weight, bias = random_weight(form, 2 * 112, 192), random_numbers(2 * 112) if has_bias else None
+    ops = NumbaOps(torch.bfloat16)
+    gated = ops.pack_gated_linear(weight, bias, activation)
+    assert isinstance(gated, QuantisedGatedLinear)
+    linear = ops.pack_linear(weight, bias)
+    for T in ROWS:
+        x = random_numbers(T, 192).to(torch.bfloat16)
+        assert torch.equal(gated(x), ops.act_mul(linear(x), activation))
+
+
+# --- both ---
+
+
+@pytest.mark.parametrize("make", BODIES)
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_row_is_the_same_alone_and_among_others(form: Format, make: LinearMaker) -> None:
     """Also across the rows that a thread holds at once, and on two threads."""
-    linear, x = linear_of(random_weight(form, 200, 576)), random_numbers(261, 576).to(torch.bfloat16)
+    linear, x = make(random_weight(form, 200, 576)), random_numbers(261, 576).to(torch.bfloat16)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -184,7 +256,7 @@ def test_a_row_is_the_same_alone_and_among_others(form: Format) -> None:
         for row in (0, 7, 8, 15, 16, 127, 128, 255, 260):
             assert torch.equal(linear(x[row : row + 1])[0], together[row])
             assert torch.equal(linear(x[row:])[0], together[row])
-        for count in range(1, 20):  # few rows are for vectors, more for matrix tiles, where there are any
+        for count in range(1, 20):
             assert torch.equal(linear(x[:count]), together[:count])
         torch.set_num_threads(2)
         assert torch.equal(linear(x), together)
@@ -192,23 +264,25 @@ def test_a_row_is_the_same_alone_and_among_others(form: Format) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("make", BODIES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_what_is_not_finite_shows_in_its_row_and_nowhere_else(form: Format) -> None:
+def test_what_is_not_finite_shows_in_its_row_and_nowhere_else(form: Format, make: LinearMaker) -> None:
     x = random_numbers(4, 128).to(torch.bfloat16)
     x[1, 70] = torch.nan
     x[2, 3] = torch.inf
-    y = linear_of(random_weight(form, 48, 128))(x)
+    y = make(random_weight(form, 48, 128))(x)
     assert y[[0, 3]].isfinite().all()
     assert y[1].isnan().all()
     assert not y[2].isfinite().any()
 
 
+@pytest.mark.parametrize("make", BODIES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_zeros_and_the_smallest_numbers_give_the_bias(form: Format) -> None:
+def test_zeros_and_the_smallest_numbers_give_the_bias(form: Format, make: LinearMaker) -> None:
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     x[1] = 1e-38
     bias = random_numbers(32)
-    assert torch.equal(linear_of(random_weight(form, 32, 64), bias)(x), bias.to(torch.bfloat16).expand(2, 32))
+    assert torch.equal(make(random_weight(form, 32, 64), bias)(x), bias.to(torch.bfloat16).expand(2, 32))
 
 
 def test_the_definition_computes_in_float32_with_what_the_integers_stand_for() -> None:
@@ -237,7 +311,7 @@ print(*(digest(form) for form in FORMATS))
 def digest(form: Format) -> str:
     """A number for all bits of some products."""
     x = random_numbers(19, 192).to(torch.bfloat16)
-    y = linear_of(random_weight(form, 80, 192), random_numbers(80))(x)
+    y = on_vectors(random_weight(form, 80, 192), random_numbers(80))(x)
     return hashlib.sha256(y.view(torch.int16).numpy().tobytes()).hexdigest()
 
 
@@ -250,7 +324,7 @@ NO_TILES = {"NUMBA_CPU_NAME": llvm.get_host_cpu_name(), "NUMBA_CPU_FEATURES": ",
 @pytest.mark.slow
 @pytest.mark.parametrize("flags", [AVX2, NO_HALVES, NO_TILES], ids=["avx2", "no-f16c", "no-tiles"])
 def test_a_processor_without_the_instructions_gives_the_same_bits(flags: dict[str, str], tmp_path: Path) -> None:
-    """Integer sums are exact, and the float ones run in one order: plain loops and VNNI must agree with matrix tiles to the last bit."""
+    """On vectors integer sums are exact, and the float ones run in one order: plain loops and VNNI agree to the last bit."""
     result = subprocess.run(
         [sys.executable, "-c", PRODUCTS],
         env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), **flags},
@@ -270,6 +344,6 @@ def test_halves_of_every_kind_are_read() -> None:
     data = torch.zeros(len(halves), 2, 34, dtype=torch.uint8)
     data[:, :, :2] = torch.from_numpy(halves.view(np.uint8)).view(-1, 1, 2)
     data[:, :, 2:] = 1
-    rows = linear_of(QuantisedWeight("q8_0", data)).rows(torch.arange(len(halves)))
+    rows = on_vectors(QuantisedWeight("q8_0", data)).rows(torch.arange(len(halves)))
     wanted = torch.from_numpy(halves.view(np.float16).astype(np.float32)).to(torch.bfloat16)
     assert torch.equal(rows, wanted.unsqueeze(1).expand(-1, 64))

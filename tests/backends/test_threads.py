@@ -23,7 +23,7 @@ from backends.numba_kernels.compiling import compile_body
 from backends.numba_kernels.pool import WorkerPool, worker_pool
 from backends.numba_kernels.threads import describe_threads
 from backends.numba_kernels.vectors import take_next
-from backends.numba_ops import PackedLinear
+from backends.numba_linear import PackedLinear
 from backends.torch_threads import calling_thread_only
 
 pytestmark = pytest.mark.skipif(worker_pool() is None, reason="the pool is for Linux on x86-64 and ARM64")
@@ -226,7 +226,7 @@ WORK = """
 import os, sys, threading
 import torch
 from backends.numba_kernels.pool import worker_pool
-from backends.numba_ops import PackedLinear
+from backends.numba_linear import PackedLinear
 torch.set_num_threads(2)
 torch.manual_seed(0)
 linear, x = PackedLinear(torch.randn(640, 64).bfloat16()), torch.randn(3, 64).bfloat16()
