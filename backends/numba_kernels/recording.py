@@ -224,6 +224,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._arena = arena
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Say that torch's compiler need not be kept away: no function is compiled here, and keeping it away imports all of it (1.2 s, 60 MB)."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """See torch: every operation that reaches a device comes here."""
         kwargs = kwargs or {}

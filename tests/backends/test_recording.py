@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -205,3 +207,17 @@ def test_other_threads_launch_as_ever_while_one_records(double: Kernel) -> None:
 
     RecordedKernels(function, 8)
     assert torch.equal(y, x * 2)
+
+
+def test_recording_does_not_import_torch_s_compiler() -> None:
+    """It would take a second of every start, and 60 MB."""
+    program = """
+import sys
+import torch
+from backends.numba_kernels.recording import record
+program = record(lambda rows: torch.empty(rows, 4)[:, :2], 8, 1)
+assert program.num_bytes == 128, program.num_bytes
+sys.exit("torch._dynamo" in sys.modules)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
