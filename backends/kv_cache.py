@@ -24,6 +24,8 @@ LAYOUT_ID = "lbkhsd-2"
 # Element types that carry scales → the largest magnitude of an element.
 QUANTISED_LIMITS: Mapping[torch.dtype, float] = MappingProxyType({torch.int8: 127.0, torch.float8_e4m3fn: 448.0})
 SCALE_DTYPE = torch.float32
+# Bytes, of a pool in a CPU's memory: a row that is as long as a cache line is then one, not parts of two.
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,4 +143,7 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     # numpy asks the system for zero pages, which take no memory before they are written; torch writes zeros itself.
-    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)).view(dtype).view(shape)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    first = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[first : first + size]).view(dtype).view(shape)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -35,6 +37,15 @@ def test_one_head_of_a_block_is_one_run_of_memory() -> None:
     layer = KVCache(SPEC, 4, torch.device("cpu")).layer(1)
     assert tuple(layer.shape) == (4, 2, 2, 8, 16)
     assert layer[2, 1, 1].is_contiguous()
+
+
+@pytest.mark.parametrize("num_blocks", [2, 40_000])
+def test_elements_and_scales_begin_with_a_cache_line(num_blocks: int) -> None:
+    """Large areas come from the system with a header before them, and a row of 64 bytes must not lie in two lines."""
+    pool = KVCache(replace(SPEC, quantised=torch.int8), num_blocks, torch.device("cpu"))
+    scales = pool.scales(0)
+    assert scales is not None
+    assert pool.layer(0).data_ptr() % 64 == scales.data_ptr() % 64 == 0
 
 
 def test_a_copy_takes_every_layer_and_leaves_the_source() -> None:
