@@ -57,7 +57,6 @@ def assemble(config: Config, report: Report) -> Assembly:
     device = available_device(config)
     if config.backend.threads is not None:
         torch.set_num_threads(config.backend.threads)  # by default torch takes the physical cores it may use
-    scheduler = scheduling(config.scheduler, device)
     free_at_start = _free_bytes(device)
     path = resolve_model(config.model.path, report=report)
     report(f"loading {path.name}")
@@ -68,6 +67,7 @@ def assemble(config: Config, report: Report) -> Assembly:
         max_model_len=config.model.max_model_len,
         quantise=config.model.quantize,
     )
+    scheduler = scheduling(config.scheduler, device, model.dtype)
     tokenizer, template = _text_layer(model, config)
     spec = model.decoder.kv_cache_spec(config.cache.block_size, quantised=QUANTISED_DTYPES[config.cache.kv_dtype])
     try:
@@ -130,8 +130,8 @@ def assemble(config: Config, report: Report) -> Assembly:
     )
 
 
-def scheduling(scheduler: SchedulerConfig, device: DeviceInfo) -> SchedulerConfig:
-    """Decide what the options leave to the device; call it when torch knows its number of threads."""
+def scheduling(scheduler: SchedulerConfig, device: DeviceInfo, dtype: torch.dtype) -> SchedulerConfig:
+    """Decide what the options leave to the device and the model's dtype; call it when torch knows its number of threads."""
     if scheduler.prefill_budget is None:
         default = PREFILL_BUDGETS[device.kind]
         scheduler = replace(scheduler, prefill_budget=max(default, scheduler.token_budget))
@@ -139,6 +139,10 @@ def scheduling(scheduler: SchedulerConfig, device: DeviceInfo) -> SchedulerConfi
         # Where every core computes, the loop's work slows the step that it overlaps by as much as it saves between steps.
         has_core_left = torch.get_num_threads() < _num_processors()
         scheduler = replace(scheduler, overlap=device.kind == "cuda" or has_core_left)
+    if scheduler.speculation == "auto":
+        # Other products may round a token among guesses otherwise than alone; a GPU's steps are better made ahead.
+        is_exact = device.kind == "cpu" and dtype == torch.bfloat16
+        scheduler = replace(scheduler, speculation="ngram" if is_exact else "off")
     return scheduler
 
 

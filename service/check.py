@@ -56,8 +56,9 @@ def check(loaded: LoadedConfig) -> int:
 def _speculation(scheduler: SchedulerConfig) -> str:
     if scheduler.speculation == "off":
         return "off: every step brings one token of a sequence"
+    where = "on a CPU in bfloat16 " if scheduler.speculation == "auto" else ""
     return (
-        f"up to {scheduler.max_draft_tokens} tokens a sequence and step, guessed from its last {scheduler.max_ngram} to "
+        f"{where}up to {scheduler.max_draft_tokens} tokens a sequence and step, guessed from its last {scheduler.max_ngram} to "
         f"{scheduler.min_ngram} tokens; within the budget of {scheduler.token_budget}, less where guesses fail or the batch is large"
     )
 

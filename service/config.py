@@ -65,7 +65,8 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     )
     max_waiting: Positive = 1024  # requests in the queue before new ones get 429
     long_prefill_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the budget, for one prompt, while others wait
-    speculation: Literal["off", "ngram"] = "off"  # guess tokens from a sequence's own past; verify them together
+    # Guess tokens from a sequence's own past; verify them together. "auto": on a CPU in bfloat16, where a row's bits depend on no other.
+    speculation: Literal["auto", "off", "ngram"] = "auto"
     max_draft_tokens: Annotated[int, Meta(ge=1, le=64)] = 8  # guesses a sequence and step
     min_ngram: Annotated[int, Meta(ge=1, le=16)] = 1  # tokens that must have stood together before
     max_ngram: Annotated[int, Meta(ge=1, le=16)] = 3  # the longest match counts

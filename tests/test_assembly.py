@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
+import torch
 
 from backends.interface import DeviceInfo
 from service.assembly import scheduling
 from service.config import SchedulerConfig
+
+BF16 = torch.bfloat16
 
 
 @pytest.mark.parametrize(
@@ -16,10 +21,26 @@ from service.config import SchedulerConfig
 def test_the_budget_without_streams_is_the_device_s_unless_given_and_never_below_the_other(
     kind: str, token_budget: int, given: int | None, expected: int
 ) -> None:
-    decided = scheduling(SchedulerConfig(token_budget=token_budget, prefill_budget=given), DeviceInfo(kind=kind))
+    decided = scheduling(SchedulerConfig(token_budget=token_budget, prefill_budget=given), DeviceInfo(kind=kind), BF16)
     assert decided.prefill_budget == expected
 
 
 def test_steps_overlap_on_a_gpu_unless_told_otherwise() -> None:
-    assert scheduling(SchedulerConfig(), DeviceInfo(kind="cuda")).overlap
-    assert not scheduling(SchedulerConfig(overlap=False), DeviceInfo(kind="cuda")).overlap
+    assert scheduling(SchedulerConfig(), DeviceInfo(kind="cuda"), BF16).overlap
+    assert not scheduling(SchedulerConfig(overlap=False), DeviceInfo(kind="cuda"), BF16).overlap
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "given", "expected"),
+    [
+        ("cpu", BF16, "auto", "ngram"),
+        ("cpu", torch.float32, "auto", "off"),
+        ("cuda", BF16, "auto", "off"),
+        ("cpu", BF16, "off", "off"),
+        ("cuda", BF16, "ngram", "ngram"),
+    ],
+)
+def test_tokens_are_guessed_where_that_changes_no_bit_unless_told_otherwise(
+    kind: str, dtype: torch.dtype, given: Literal["auto", "off", "ngram"], expected: str
+) -> None:
+    assert scheduling(SchedulerConfig(speculation=given), DeviceInfo(kind=kind), dtype).speculation == expected
