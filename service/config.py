@@ -44,7 +44,10 @@ class CacheConfig(Section, frozen=True, kw_only=True):
 
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens a block
     num_blocks: Annotated[int, Meta(ge=2)] | None = None  # takes precedence over `size`
-    size: str = "auto"  # bytes, say "2GiB"; "auto": on a CPU a fifth of the free memory, at most 4 GiB, on a GPU see the next option
+    size: str = (
+        "auto"  # bytes, say "2GiB"; "auto": on a CPU 512 tokens for each of `max_num_seqs`, one full context at least, a fifth of the free
+        # memory and 4 GiB at most: more only keeps more prefixes; on a GPU see the next option
+    )
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = (
         0.9  # of the GPU's free memory, for weights, the largest step (measured) and the pool, which takes the rest
     )

@@ -18,7 +18,10 @@ from service.config import CacheConfig, parse_bytes
 from service.errors import ConfigError
 
 AUTO_SHARE = 5  # "auto" takes a fifth of the free memory,
-AUTO_LIMIT_BYTES = 4 * 2**30  # and no more than this
+AUTO_LIMIT_BYTES = 4 * 2**30  # and no more than this,
+# nor than so many tokens for each sequence that may run, since every decode reads all of them: on a CPU longer contexts at that concurrency
+# are slow for their reads (64 of 512 tokens of SmolLM2-135M: 755 MB a step) long before they want for room. One full context fits anyway.
+TYPICAL_CONTEXT = 512
 NULL_BLOCKS = 1  # block 0 holds no sequence
 
 # `cache.kv_dtype` → the elements of a quantised pool, None for the model's own.
@@ -56,15 +59,19 @@ def size_pool(
     """Decide the pool: `cache.num_blocks` before `cache.size` before a share of the free memory.
 
     `declared_len` is the model's own context length, `requested_len` what the user set, None for as much as the model and the pool allow.
-    An automatic pool takes a share of `free_memory_bytes`, but is not larger than `max_num_seqs` full contexts; on a GPU it takes all that
-    `cache.gpu_memory_utilization` grants and the measured `device` leaves, since nothing else wants that memory and cached prefixes do.
+    An automatic pool has room for `max_num_seqs` contexts of typical length, or one full context where that is more, as far as a share of
+    `free_memory_bytes` holds it: a pool fills with cached prefixes sooner or later, and on a CPU other programs want that memory. On a GPU
+    it takes all that `cache.gpu_memory_utilization` grants and the measured `device` leaves, since nothing else wants that.
     Raises `ConfigError`, naming the longest context that would fit, when a requested one does not, and when the memory holds no block at all.
     """
     wanted_len = declared_len if requested_len is None else requested_len
     if device is not None and cache.num_blocks is None and cache.size == "auto":
         num_blocks = _blocks_on_device(cache, spec, device)
     else:
-        num_blocks = _num_blocks(cache, spec, free_memory_bytes, max_num_seqs * _blocks_of(wanted_len, spec))
+        most_useful = max(
+            max_num_seqs * _blocks_of(min(wanted_len, TYPICAL_CONTEXT), spec), _blocks_of(wanted_len, spec)
+        )
+        num_blocks = _num_blocks(cache, spec, free_memory_bytes, most_useful)
     longest = (num_blocks - NULL_BLOCKS) * spec.block_size
     if longest < 1:
         raise ConfigError(
