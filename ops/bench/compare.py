@@ -42,6 +42,7 @@ from service.simulate import read_trace
 
 DEFAULT_PEERS = ("looseleaf", "vllm", "transformers")
 DEFAULT_CASES = ("w1:1", "w1:4", "w1:16", "w1:32")
+DEFAULT_LABELS = tuple(parse_case(case).label for case in DEFAULT_CASES)
 CHAT_TRACE = ROOT / "tests/data/traces/mooncake_conversation.jsonl.gz"
 ENVIRONMENTS = {
     "vllm": "vllm",
@@ -66,6 +67,9 @@ REPORTED_PEERS = (
     "looseleaf",
     "looseleaf-int8",
     "looseleaf-int4",
+    "looseleaf-plain",
+    "looseleaf-int8-plain",
+    "looseleaf-int4-plain",
     "vllm",
     "llama-q4_1",
     "llama-q8_0",
@@ -74,7 +78,10 @@ REPORTED_PEERS = (
     "transformers-cb",
 )
 REPORTED_CASES = (*DEFAULT_CASES, "w2:16", "w3:1", "w4:3@1", "w1:1+busy@1", "w1:16+busy@1")
-REPORTED_ONLY = {"transformers-cb": ("w1 c=1", "w1 c=16")}  # takes minutes for each
+REPORTED_ONLY = {
+    "transformers-cb": ("w1 c=1", "w1 c=16"),  # takes minutes for each
+    **dict.fromkeys(("looseleaf-plain", "looseleaf-int8-plain", "looseleaf-int4-plain"), DEFAULT_LABELS),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

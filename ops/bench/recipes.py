@@ -51,13 +51,18 @@ def looseleaf(place: Place, extra: Sequence[str]) -> Recipe:
 
 
 def looseleaf_int8(place: Place, extra: Sequence[str]) -> Recipe:
-    """Looseleaf with weights in int8."""
-    return looseleaf(place, ["--quantize", "int8", *extra])
+    """Looseleaf with everything in 8 bits: weights, keys and values."""
+    return looseleaf(place, ["--quantize", "int8", "--kv-dtype", "int8", *extra])
 
 
 def looseleaf_int4(place: Place, extra: Sequence[str]) -> Recipe:
-    """Looseleaf with weights in int4."""
-    return looseleaf(place, ["--quantize", "int4", *extra])
+    """Looseleaf with weights in 4 bits, keys and values in 8."""
+    return looseleaf(place, ["--quantize", "int4", "--kv-dtype", "int8", *extra])
+
+
+def plain(recipe: Callable[[Place, Sequence[str]], Recipe]) -> Callable[[Place, Sequence[str]], Recipe]:
+    """Return a recipe without guesses: every step brings one token of a sequence, as with the other peers."""
+    return lambda place, extra: recipe(place, ["--speculation", "off", *extra])
 
 
 def vllm(place: Place, extra: Sequence[str]) -> Recipe:
@@ -150,6 +155,9 @@ RECIPES: dict[str, Callable[[Place, Sequence[str]], Recipe]] = {
     "looseleaf": looseleaf,
     "looseleaf-int8": looseleaf_int8,
     "looseleaf-int4": looseleaf_int4,
+    "looseleaf-plain": plain(looseleaf),
+    "looseleaf-int8-plain": plain(looseleaf_int8),
+    "looseleaf-int4-plain": plain(looseleaf_int4),
     "vllm": vllm,
     "vllm-eager": vllm_eager,
     "llama-q4_1": llama_q4_1,

@@ -12,7 +12,7 @@ compare.py runs this at the start of every round, in a process of its own. The i
 
 for prompts of P tokens, N new ones and c requests at once. Prefill and decode are added: an engine that ran one's arithmetic under the
 other's reads could pass this ideal, none of these does. Norms, rotary embeddings, softmax, sampling and HTTP cost nothing here. Keys and
-values are 16 bits. The reading rate of a format is that of a buffer as large as its weights, so a cache that holds them raises it.
+values have 16 bits beside bfloat16 weights and 8 beside smaller ones, as in our rows. The reading rate of a format is that of a buffer as large as its weights, so a cache that holds them raises it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,16 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-KV_BYTES = 2  # of one number
+KV_BYTES = {"bf16": 2, "int8": 1, "int4": 1}  # of one number of keys or values, by the format of the weights
 
 # The formats, and the weights that each peer reads.
 FORMATS = {
     "looseleaf": "bf16",
     "looseleaf-int8": "int8",
     "looseleaf-int4": "int4",
+    "looseleaf-plain": "bf16",
+    "looseleaf-int8-plain": "int8",
+    "looseleaf-int4-plain": "int4",
     "vllm": "bf16",
     "vllm-eager": "bf16",
     "llama-q4_1": "int4",
@@ -51,10 +54,9 @@ class ModelShape:
     head_weights: int  # numbers in the matrix that makes logits
     weight_bytes: dict[str, int]  # a step reads so much, by format
 
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """Bytes of keys and values of one token in all layers."""
-        return 2 * self.num_layers * self.kv_width * KV_BYTES
+    def kv_bytes_per_token(self, weights: str) -> int:
+        """Count the bytes of keys and values of one token in all layers; scales are left out."""
+        return 2 * self.num_layers * self.kv_width * KV_BYTES[weights]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +120,7 @@ def prefill_flops(shape: ModelShape, prompt_tokens: int) -> float:
 def decode_step_s(roofline: Roofline, weights: str, concurrency: int, context_tokens: float) -> float:
     """Return the seconds of one step that gives each of `concurrency` sequences a token."""
     shape, ceilings = roofline.shape, roofline.ceilings
-    num_bytes = shape.weight_bytes[weights] + concurrency * context_tokens * shape.kv_bytes_per_token
+    num_bytes = shape.weight_bytes[weights] + concurrency * context_tokens * shape.kv_bytes_per_token(weights)
     attention = 4 * context_tokens * shape.query_width * shape.num_layers
     flops = concurrency * (2 * (shape.layer_weights + shape.head_weights) + attention)
     return max(num_bytes / ceilings.read_bytes_per_s[weights], flops / ceilings.matmul_flops_per_s)

@@ -42,8 +42,9 @@ def test_every_peer_gets_its_extra_arguments_and_a_way_to_be_ready(peer: str, pl
     ("peer", "expected"),
     [
         ("looseleaf", "--dtype bfloat16"),
-        ("looseleaf-int8", "--quantize int8"),
-        ("looseleaf-int4", "--quantize int4"),
+        ("looseleaf-int8", "--quantize int8 --kv-dtype int8"),
+        ("looseleaf-int4", "--quantize int4 --kv-dtype int8"),
+        ("looseleaf-int4-plain", "--quantize int4 --kv-dtype int8 --speculation off"),
         ("llama-q4_1", "model.Q4_1.gguf --alias bench"),
         ("llama-q8_0", "model.Q4_1-Q8_0.gguf --alias bench"),
         ("openvino-bf16", "model.Q4_1-F16.gguf --precision bf16"),

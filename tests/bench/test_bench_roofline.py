@@ -27,7 +27,8 @@ MACHINE = Roofline(SHAPE, Ceilings({"bf16": 20e9, "int8": 20e9, "int4": 20e9}, m
 
 
 def test_keys_and_values_of_a_token_take_what_the_cache_stores() -> None:
-    assert SHAPE.kv_bytes_per_token == 2 * 30 * 192 * 2 == 23_040
+    assert SHAPE.kv_bytes_per_token("bf16") == 2 * 30 * 192 * 2 == 23_040
+    assert SHAPE.kv_bytes_per_token("int4") == SHAPE.kv_bytes_per_token("int8") == 11_520
 
 
 def test_a_prompt_costs_two_operations_a_weight_and_token_plus_one_row_of_logits_and_causal_attention() -> None:
@@ -49,7 +50,7 @@ def test_a_step_of_many_rows_takes_the_time_of_its_products() -> None:
 
 def test_the_ideal_counts_prefill_and_all_steps_but_the_first_token() -> None:
     prefill_s = prefill_flops(SHAPE, 200) / 1.1e12
-    step_s = (96_436_224 + 16 * 264 * 23_040) / 20e9
+    step_s = (96_436_224 + 16 * 264 * 11_520) / 20e9
     ideal = ideal_tokens_per_s(MACHINE, "int4", 16, 200, 128)
     assert ideal == pytest.approx(16 * 128 / (16 * prefill_s + 127 * step_s))
     assert ideal_ttft_s(MACHINE, 200) == pytest.approx(prefill_s)
