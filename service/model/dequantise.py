@@ -27,9 +27,10 @@ PLAIN_TYPES: Mapping[GGMLQuantizationType, torch.dtype] = MappingProxyType(
         GGMLQuantizationType.F64: torch.float64,
     }
 )
-# So many that temporaries stay in the cache, and that torch does not hand the operation to its thread pool, whose threads wait for each
-# other at every operation (ten times slower when another process holds a core).
+# Elements of an operation: so many that temporaries stay in the cache, and that torch does not hand it to its thread pool, whose threads wait
+# for each other at every operation (ten times slower when another process holds a core). Fewer operations also wait less for the interpreter.
 ELEMENTS_AT_ONCE = 1 << 15
+BY_HALVES = (GGMLQuantizationType.Q4_0, GGMLQuantizationType.Q4_1)  # no operation takes more than half of a block
 
 
 def dequantise(data: NDArray[np.uint8], kind: GGMLQuantizationType, out: Tensor) -> None:
@@ -46,7 +47,7 @@ def _by_blocks(data: NDArray[np.uint8], kind: GGMLQuantizationType, out: Tensor)
     """Decode in runs that stay in the cache; on a GPU the packed bytes travel, not the numbers."""
     block_size, block_bytes = GGML_QUANT_SIZES[kind]
     blocks, rows = torch.from_numpy(data).view(-1, block_bytes), out.view(-1, block_size)
-    step = ELEMENTS_AT_ONCE // block_size
+    step = ELEMENTS_AT_ONCE // block_size * (2 if kind in BY_HALVES else 1)
     for first in range(0, blocks.shape[0], step):
         DECODERS[kind](blocks[first : first + step].to(out.device), rows[first : first + step])
 
