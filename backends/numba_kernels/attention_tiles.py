@@ -134,10 +134,9 @@ def _attend(arguments: int, kind: Any) -> None:
         write_int64(wide_sources + g * 8, wide_keys + g * LANES * D * 2)
 
     configure_tiles(configuration, MAX_TILE_ROWS)
-    while True:
-        item = take_next(arguments)
-        if item >= num_items:
-            break
+    item = take_next(arguments)
+    while item < num_items:
+        later = np.int64(-1)  # the next item, taken during the last pass of this one: its keys are asked for meanwhile
         head = item % Hkv
         head_cache = cache + head * head_stride
         tile = read_int64(header + TILES) + item // Hkv * (TILE_FIELDS * 8)
@@ -171,7 +170,7 @@ def _attend(arguments: int, kind: Any) -> None:
                     head_scales, scale_block_stride,
                 )  # fmt: skip
             else:
-                later = read_int64(arguments)  # most likely this thread's next
+                later = take_next(arguments)
                 copy_bytes(far, near, PLACES_BYTES)
                 if later < num_items:
                     tile_later = read_int64(header + TILES) + later // Hkv * (TILE_FIELDS * 8)
@@ -257,6 +256,7 @@ def _attend(arguments: int, kind: Any) -> None:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
                 merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, BASE_2)
+        item = later if later >= 0 else take_next(arguments)
     release_tiles()
     keep(area)
 
