@@ -204,11 +204,13 @@ def _attend(arguments: int, kind: Any) -> None:
                     )  # fmt: skip
                     key_sources, key_stride = wide_sources, D * 2
                 else:
-                    pair_values(place + value_offset, slot_stride, written, values + g * 8 * D * 4, D)
+                    # Half of the next keys here, half while keys are multiplied.
+                    asked = read_int64(far + g // 2 * 8) + g % 2 * (LANES * D)
+                    pair_values(place + value_offset, slot_stride, written, values + g * 8 * D * 4, D, asked)
             for g in range(num_groups, GROUPS):
-                following = read_int64(far + g * 8)
+                following = read_int64(far + (g if is_quantised(kind) else g // 2) * 8)
                 prefetch(following, LANES * row_bytes)
-                prefetch(following + value_offset, LANES * row_bytes)
+                prefetch(read_int64(far + g * 8) + value_offset, LANES * row_bytes)
             fetched = far
             n = _next_set(sets, set_bytes, 0, num_sets, start)
             if n < num_sets:

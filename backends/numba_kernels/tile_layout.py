@@ -44,17 +44,20 @@ _BYTES, _QUADS = ir.VectorType(ir.IntType(8), _TABLED), ir.VectorType(I64, _TABL
 
 
 @intrinsic
-def pair_values(typing_context: Any, source: Any, stride: Any, written: Any, target: Any, count: Any) -> Any:
+def pair_values(
+    typing_context: Any, source: Any, stride: Any, written: Any, target: Any, count: Any, following: Any
+) -> Any:
     """Interleave 16 rows of `count` bfloat16 (a multiple of 32), two by two, into 8 rows of words; within each 128 bits, see `order_columns`.
 
-    Only the first `written` rows are read; the last of them stands for the others, because zero times NaN is NaN.
+    Only the first `written` rows are read; the last of them stands for the others, because zero times NaN is NaN. `following`: memory to
+    ask for, half as much as is read.
     """
     low = [8 * (i // 8) + i % 8 // 2 + 2 * LANES * (i % 2) for i in range(2 * LANES)]
     high = [lane + 4 for lane in low]
     order = ir.VectorType(I32, 2 * LANES)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        source, stride, written, target, count = arguments
+        source, stride, written, target, count, following = arguments
         words = b.shl(count, I64(2))
         with b.if_else(b.icmp_signed("==", written, I64(LANES))) as (whole, partial):
             for branch in (whole, partial):
@@ -71,9 +74,10 @@ def pair_values(typing_context: Any, source: Any, stride: Any, written: Any, tar
                             place = b.add(targets[pair], to)
                             emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, low)), place)
                             emit_store(b, b.shuffle_vector(x, y, ir.Constant(order, high)), emit_at(b, place, 64))
+                            emit_prefetch(b, emit_at(b, b.add(following, b.shl(i, I64(4))), 64 * pair))
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5), generate
+    return types.void(*[types.int64] * 6), generate
 
 
 @intrinsic

@@ -100,8 +100,8 @@ def score_keys(
     """scores [4 groups, 16 keys, 16 lanes] float32 = keys @ queries; of groups 0 and 1 alone if `is_half`.
 
     `sources`: address of 4 int64 addresses, of the first key of each group; keys are `stride` bytes apart. `queries`: `steps` tiles, each
-    of 16 rows of 16 words, a word being two neighbouring numbers of the head dimension. `following`: address of as many addresses of keys,
-    whose memory is asked for unless the pool's `kind` has scales.
+    of 16 rows of 16 words, a word being two neighbouring numbers of the head dimension. `following`: address of as many addresses of keys;
+    the memory of the last 2 groups is asked for unless the pool's `kind` has scales.
     """
     signature = types.void(kind, *[types.int64] * 5, types.boolean, types.int64)
 
@@ -134,7 +134,8 @@ def _emit_scores(
 ) -> None:
     """Multiply some groups of keys by the queries; `following` as in `score_keys`."""
     line = I64(64)
-    asked = [] if following is None else [emit_load(b, emit_at(b, following, 8 * g), I64) for g in groups]
+    asked = [] if following is None else [emit_load(b, emit_at(b, following, 8 * g), I64) for g in (2, 3)]
+    lines = [(base, row) for base in asked for row in range(LANES)]
     keys = [emit_load(b, emit_at(b, sources, 8 * g), I64) for g in groups]
     for g in groups:
         _call(b, "tilezero", _tile(g))
@@ -143,9 +144,9 @@ def _emit_scores(
         for g, key in zip(groups, keys, strict=True):
             _load_tile(b, 4 + g % 2, b.add(key, b.shl(step, I64(6))), stride)
             _call(b, "tdpbf16ps", _tile(g), _tile(4 + g % 2), _tile(6))
-            for place in asked[g : g + 1]:
-                for row in range(LANES):
-                    emit_prefetch(b, emit_at(b, b.add(place, b.shl(step, I64(10))), 64 * row))
+            share = len(lines) // len(groups)
+            for base, row in lines[g * share : (g + 1) * share]:
+                emit_prefetch(b, emit_at(b, b.add(base, b.shl(step, I64(10))), 64 * row))
     for g in groups:
         _store_tile(b, g, emit_at(b, scores, g * TILE_BYTES), line)
 
