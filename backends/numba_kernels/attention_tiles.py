@@ -3,7 +3,7 @@
 One item: a tile of the plan for one kv head. Its rows of (query, head) are taken 16 at a time; keys 64 at a time, at multiples of 64 from
 the start of the sequence, in groups of 16 that each lie in one block:
 
-    scores   of 4 groups at once, read from the pool as they lie
+    scores   of 4 groups at once, read from the pool as they lie (widened first if they have 8 bits, see `tile_layout`)
     softmax  online, per row: running maximum (base 2) and sum; weights rounded to bfloat16, their sum is not
     values   laid in pairs once, for all rows
     sum      rows x head size, float32
@@ -76,9 +76,9 @@ BASE_2 = np.float32(1)  # maxima are of base 2
 # sums, factors), the keys that some row sees and those that all see, whether a pass of this part has been computed, whether one of an
 # earlier part has, and the addresses of both sums [16, D].
 LIMITS, STATE, FOLDED_STATE, FIRST_SEEN, LAST_SEEN, FIRST_WHOLE, LAST_WHOLE = 0, 128, 320, 512, 520, 528, 536
-# Where the 4 groups of a pass lie: int64 addresses of keys, then of their scales.
-SCALES_AT, PLACES_BYTES = GROUPS * 8, GROUPS * 16
 IS_BEGUN, IS_FOLDED, SUMS, FOLDED_SUMS, NUM_ROWS, QUERIES_AT, SET_BYTES = 544, 552, 560, 568, 576, 584, 640
+# The *places* of a pass say where its 4 groups lie: int64 addresses of keys, then of their scales.
+SCALES_AT, PLACES_BYTES = GROUPS * 8, GROUPS * 16
 
 
 @njit(nogil=True, error_model="numpy")
