@@ -45,7 +45,7 @@ class CacheConfig(Section, frozen=True, kw_only=True):
     block_size: Literal[8, 16, 32, 64, 128] = 16  # tokens a block
     num_blocks: Annotated[int, Meta(ge=2)] | None = None  # takes precedence over `size`
     size: str = (
-        "auto"  # bytes, say "2GiB"; "auto": on a CPU 512 tokens for each of `max_num_seqs`, one full context at least, a fifth of the free
+        "auto"  # bytes, say "2GiB"; "auto": on a CPU 384 tokens for each of `max_num_seqs`, one full context at least, a fifth of the free
         # memory and 4 GiB at most: more only keeps more prefixes; on a GPU see the next option
     )
     gpu_memory_utilization: Annotated[float, Meta(gt=0.0, le=1.0)] = (

@@ -20,8 +20,8 @@ from service.errors import ConfigError
 AUTO_SHARE = 5  # "auto" takes a fifth of the free memory,
 AUTO_LIMIT_BYTES = 4 * 2**30  # and no more than this,
 # nor than so many tokens for each sequence that may run, since every decode reads all of them: on a CPU longer contexts at that concurrency
-# are slow for their reads (64 of 512 tokens of SmolLM2-135M: 755 MB a step) long before they want for room. One full context fits anyway.
-TYPICAL_CONTEXT = 512
+# are slow for their reads (64 of 384 tokens of SmolLM2-135M: 566 MB a step) long before they want for room. One full context fits anyway.
+TYPICAL_CONTEXT = 384
 NULL_BLOCKS = 1  # block 0 holds no sequence
 
 # `cache.kv_dtype` → the elements of a quantised pool, None for the model's own.

@@ -37,12 +37,12 @@ def test_a_number_of_blocks_counts_before_a_size_and_a_size_before_the_memory() 
 def test_an_automatic_pool_takes_a_fifth_of_the_memory_at_most_4_gib_and_no_more_than_all_sequences_need() -> None:
     assert sized(declared_len=10**9, max_num_seqs=64, free_memory_bytes=GIB).num_blocks == GIB // 5 // BLOCK_BYTES
     assert sized(declared_len=10**9, max_num_seqs=64, free_memory_bytes=900 * GIB).num_blocks == 4 * GIB // BLOCK_BYTES
-    assert sized(declared_len=500, max_num_seqs=4) == PoolSize(1 + 4 * 32, 500)
+    assert sized(declared_len=380, max_num_seqs=4) == PoolSize(1 + 4 * 24, 380)
     assert sized(declared_len=512, requested_len=100, max_num_seqs=4) == PoolSize(1 + 4 * 7, 100)
 
 
 def test_an_automatic_pool_has_room_for_typical_contexts_or_for_one_full_one() -> None:
-    assert sized(declared_len=8192, max_num_seqs=64) == PoolSize(1 + 64 * 32, 8192)
+    assert sized(declared_len=8192, max_num_seqs=64) == PoolSize(1 + 64 * 24, 8192)
     assert sized(declared_len=8192, max_num_seqs=4) == PoolSize(1 + 512, 8192)
     assert sized(declared_len=512, requested_len=4096, max_num_seqs=2) == PoolSize(1 + 256, 4096)
 
