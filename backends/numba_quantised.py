@@ -20,24 +20,38 @@ from backends.numba_kernels.vectors import LANES
 from backends.numba_kernels.widening import CODE_FACTOR
 from backends.numba_linear import GATES, PanelProduct, interleave_gate, takes_tiles
 from backends.ops import Activation
-from backends.quantised_weights import Format, QuantisedWeight
+from backends.quantised_weights import BLOCK, Format, QuantisedWeight
 from backends.torch_threads import calling_thread_only
 
 
 class Strips:
-    """A quantised weight in strips (see `numba_kernels.group_kinds`), the only copy that is kept; outputs that N lacks to whole strips are zeros."""
+    """A quantised weight in strips (see `numba_kernels.group_kinds`), the only copy that is kept; outputs that N lacks to whole strips are zeros.
 
-    __slots__ = ("_format", "_groups", "_look_up", "_strip_bytes", "count", "num_inputs", "num_outputs", "packed")
+    `together` strips lie together: their units of 32 k in turn, then what stands behind the units of each.
+    """
 
-    def __init__(self, weight: QuantisedWeight) -> None:
+    __slots__ = (
+        "_format",
+        "_look_up",
+        "_strip_bytes",
+        "_units",
+        "count",
+        "num_inputs",
+        "num_outputs",
+        "packed",
+        "together",
+    )
+
+    def __init__(self, weight: QuantisedWeight, together: int = 1) -> None:
         """Pack a weight whose K is a whole number of groups."""
         N, K = weight.shape
         kind = KINDS[weight.format]
         self.num_outputs, self.num_inputs = N, K
-        self.count = -(-N // LANES)
+        self.together = together
+        self.count = -(-N // (LANES * together)) * together
         self._format = weight.format
-        self._groups = K // kind.group
-        self._strip_bytes = self._groups * kind.group_bytes + kind.tail_bytes
+        self._units = K // BLOCK
+        self._strip_bytes = self._units * kind.unit_bytes + kind.tail_bytes
         memory = torch.empty(self.count * self._strip_bytes + 64, dtype=torch.uint8)
         skipped = -memory.data_ptr() % 64
         self.packed = memory[skipped : skipped + self.count * self._strip_bytes]
@@ -46,47 +60,50 @@ class Strips:
         self._look_up = row_kernel(weight.format).start
 
     def _parts(self, first: int, last: int) -> tuple[Tensor, Tensor]:
-        """View strips first … last - 1: their groups [strips, G, bytes of a group], and what stands behind the groups, [strips, bytes]."""
-        kind = KINDS[self._format]
-        strips = self.packed[first * self._strip_bytes : last * self._strip_bytes].view(-1, self._strip_bytes)
-        groups, tails = strips.split_with_sizes([self._groups * kind.group_bytes, kind.tail_bytes], 1)
-        return groups.view(last - first, self._groups, kind.group_bytes), tails
+        """View strips first … last - 1: their units [n, together, U, bytes of a unit], and what stands behind them, [n, together, bytes]."""
+        kind, n = KINDS[self._format], self.together
+        strips = self.packed[first * self._strip_bytes : last * self._strip_bytes].view(-1, n * self._strip_bytes)
+        units, tails = strips.split_with_sizes([n * self._units * kind.unit_bytes, n * kind.tail_bytes], 1)
+        blocks = units.view(-1, self._units, n, kind.unit_bytes).transpose(1, 2)
+        return blocks, tails.view(blocks.shape[0], n, kind.tail_bytes)
 
     @calling_thread_only()
     def _pack(self, weight: QuantisedWeight, first: int, last: int) -> None:
         """Fill strips first … last - 1: 32-bit words and scales change places, no byte is changed."""
+        kind, n = KINDS[self._format], self.together
         data = weight.data[first * LANES : last * LANES]
         missing = (last - first) * LANES - data.shape[0]
         if missing:
             data = torch.cat([data, data.new_zeros((missing, *data.shape[1:]))])
-        groups, tails = self._parts(first, last)
-        count, code_bytes = last - first, KINDS[self._format].code_bytes
-        # [strips, outputs, groups, words] → [strips, groups, words, outputs]
+        units, tails = self._parts(first, last)
+        count, code_bytes = last - first, kind.unit_code_bytes
+        # [strips, outputs, units, words] → [strips, units, words, outputs]
         codes = data if weight.scales is not None else data[..., -code_bytes // LANES :]
-        words = codes.contiguous().view(torch.int32).view(count, LANES, self._groups, -1).permute(0, 2, 3, 1)
-        groups[..., :code_bytes].view(torch.int32).view(count, self._groups, -1, LANES).copy_(words)
+        words = codes.contiguous().view(torch.int32).view(count, LANES, self._units, -1).permute(0, 2, 3, 1)
+        shape = (count // n, n, self._units, -1, LANES)
+        units[..., :code_bytes].view(torch.int32).view(shape).copy_(words.reshape(shape))
         if weight.scales is not None:
             scales = torch.zeros(count * LANES)
             scales[: data.shape[0] - missing] = weight.scales[first * LANES : last * LANES]
-            tails.copy_(scales.view(torch.uint8).view(count, -1))
+            tails.copy_(scales.view(torch.uint8).view(tails.shape))
             return
         halves = data[..., : -code_bytes // LANES].contiguous().view(torch.int16)  # d, or d and m
-        target = groups[..., code_bytes:].view(torch.int16).view(count, self._groups, -1, LANES)
-        target.copy_(halves.view(count, LANES, self._groups, -1).permute(0, 2, 3, 1))
+        halves = halves.view(count, LANES, self._units, -1).permute(0, 2, 3, 1)
+        units[..., code_bytes:].view(torch.int16).view(shape).copy_(halves.reshape(shape))
 
     @calling_thread_only()
     def weight(self) -> QuantisedWeight:
         """Return the weight as it was given, in new memory."""
         N, count, kind = self.num_outputs, self.count, KINDS[self._format]
-        groups, tails = self._parts(0, count)
-        words = groups[..., : kind.code_bytes].view(torch.int32).view(count, self._groups, -1, LANES)
-        codes = words.permute(0, 3, 1, 2).contiguous().view(torch.uint8)  # [strips, outputs, groups, bytes]
-        codes = codes.view(count * LANES, self._groups, -1)[:N]
+        units, tails = self._parts(0, count)
+        words = units[..., : kind.unit_code_bytes].view(torch.int32).reshape(count, self._units, -1, LANES)
+        codes = words.permute(0, 3, 1, 2).contiguous().view(torch.uint8)  # [strips, outputs, units, bytes]
+        codes = codes.view(count * LANES, self._units, -1)[:N]
         if not kind.has_scales:
             scales = tails.reshape(-1).view(torch.float32)[:N].clone()
             return QuantisedWeight(self._format, codes.reshape(N, -1).view(torch.int8), scales)
-        halves = groups[..., kind.code_bytes :].view(torch.int16).view(count, self._groups, -1, LANES)
-        scales = halves.permute(0, 3, 1, 2).contiguous().view(torch.uint8).view(count * LANES, self._groups, -1)[:N]
+        halves = units[..., kind.unit_code_bytes :].view(torch.int16).reshape(count, self._units, -1, LANES)
+        scales = halves.permute(0, 3, 1, 2).contiguous().view(torch.uint8).view(count * LANES, self._units, -1)[:N]
         return QuantisedWeight(self._format, torch.cat([scales, codes], 2))
 
     def rows(self, ids: Tensor) -> Tensor:
@@ -94,8 +111,9 @@ class Strips:
         T, K = ids.shape[0], self.num_inputs
         out = torch.empty((T, K), dtype=torch.bfloat16)
         self._look_up(
-            T * K, ids.data_ptr(), T, self.packed.data_ptr(), self.num_outputs, self._groups, out.data_ptr(), K * 2
-        )
+            T * K, ids.data_ptr(), T, self.packed.data_ptr(), self.num_outputs, self._units, self.together,
+            out.data_ptr(), K * 2,
+        )  # fmt: skip
         return out
 
 
@@ -106,14 +124,15 @@ class QuantisedLinear:
 
     def __init__(self, weight: QuantisedWeight, bias: Tensor | None = None, *, has_tiles: bool = True) -> None:
         """Pack a weight that `can_pack`; it is multiplied on matrix tiles where there are any (`has_tiles` false forbids it)."""
-        strips = self._strips = Strips(weight)
+        uses_tiles = has_tiles and takes_tiles(weight.shape[1])
+        strips = self._strips = Strips(weight, 2 if uses_tiles else 1)
         width = strips.count * LANES
         shift: Tensor | None = None
         if bias is not None:
             shift = torch.zeros(width)
             shift[: bias.shape[0]] = bias
         self._multiply: PanelProduct | _VectorProduct
-        if has_tiles and takes_tiles(strips.num_inputs):
+        if uses_tiles:
             self._multiply = _tile_product(strips, weight, NONE, shift)
         else:
             self._multiply = _VectorProduct(strips, weight.format, shift)
@@ -150,7 +169,7 @@ class QuantisedGatedLinear:
         scales = None if weight.scales is None else interleave_gate(weight.scales)
         weight = replace(weight, data=interleave_gate(weight.data), scales=scales)
         shift = None if bias is None else interleave_gate(bias)
-        self._product = _tile_product(Strips(weight), weight, GATES[activation], shift)
+        self._product = _tile_product(Strips(weight, 2), weight, GATES[activation], shift)
 
     @staticmethod
     def takes(weight: QuantisedWeight, activation: Activation) -> bool:

@@ -24,6 +24,7 @@ from numba import types
 
 from backends.numba_kernels.vectors import I64, LANES, Builder, Value, intrinsic
 
+UNIT = 32  # k
 SIDE_BYTES = 8  # of a group of a row of x
 
 
@@ -47,6 +48,16 @@ class Kind:
     def group_bytes(self) -> int:
         """Bytes of a group in a strip."""
         return self.code_bytes + 2 * LANES * (self.has_scales + self.has_minima)
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of 32 k of a strip: a group, or a part of one that has no scales of its own."""
+        return self.group_bytes * UNIT // self.group
+
+    @property
+    def unit_code_bytes(self) -> int:
+        """Bytes of the codes of 32 k of a strip."""
+        return self.code_bytes * UNIT // self.group
 
     @property
     def tail_bytes(self) -> int:
@@ -85,4 +96,5 @@ def _fact(read: Callable[[Kind], int]) -> Any:
 
 group_bytes = _fact(lambda kind: kind.group_bytes)
 group_size = _fact(lambda kind: kind.group)
+unit_bytes = _fact(lambda kind: kind.unit_bytes)
 tail_bytes = _fact(lambda kind: kind.tail_bytes)

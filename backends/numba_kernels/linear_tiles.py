@@ -45,7 +45,15 @@ from backends.numba_kernels.vectors import (
     take_next,
     write_float,
 )
-from backends.numba_kernels.widening import NOT_WIDENED, emit_widen_step, is_widened, strip_bytes, widen_step
+from backends.numba_kernels.widening import (
+    FETCH_LEAD,
+    NOT_WIDENED,
+    emit_fetch_step,
+    emit_widen_step,
+    is_widened,
+    panel_bytes_of,
+    widen_step,
+)
 
 STEP_WORDS = 16  # words of k in a step
 # Rows x steps of a block of x are at most 768 KiB of second-level cache, beside 2 panels of as many steps (200 KiB).
@@ -80,8 +88,8 @@ def multiply_and_prepare(
     The last four are tuples. `fetched`: what is wanted soon, and how many cache lines of it to ask for beside each step.
 
     `places`: the place of the first step of b, and a mask; places lie STEP_PANEL_BYTES apart and only the bits of the mask of a distance count.
-    `widening`: lead, strips, strip, next strips, next strip, bytes of a strip, target, first place there. Beside step s, step s + lead of
-    `strips` strips is widened, or after their last step one of the strips that come next; strips that follow each other go side by side.
+    `widening`: lead, panel of integers, next panel, sides, target, first place there. Beside step s, step s + lead of the panel is widened, or
+    after its last step one of the next panel (0: none), both sides of it or one by the bits of `sides`.
 
     `result`: pending rows, pending, target, target_stride, factor, bias, activation. target[r, :] = pending[r, :] * factor + bias for
     0 … MAX_TILE_ROWS rows of 32 float32 that lie next to each other, rounded to bfloat16. With an activation (not NONE), the first 16 of
@@ -132,22 +140,29 @@ def _emit_widening(
     steps: Value,
     mask: Value,
     lead: Value,
-    strips: Value,
-    strip: Value,
-    next_strips: Value,
-    next_strip: Value,
-    strip_size: Value,
+    panel: Value,
+    next_panel: Value,
+    sides: Value,
     widened: Value,
     widened_place: Value,
 ) -> None:
+    def locate(step: Value) -> tuple[Value, Value]:
+        is_next = b.icmp_signed(">=", step, steps)
+        return b.select(is_next, next_panel, panel), b.select(is_next, b.sub(step, steps), step)
+
+    def is_wanted(source: Value, side: int) -> Value:
+        exists = b.icmp_signed("!=", source, I64(0))
+        return b.and_(exists, b.icmp_signed("!=", b.and_(sides, I64(1 << side)), I64(0)))
+
     ahead = b.add(step, lead)
-    is_next = b.icmp_signed(">=", ahead, steps)
-    ahead = b.select(is_next, b.sub(ahead, steps), ahead)
-    first = b.select(is_next, next_strip, strip)
+    source, at = locate(b.add(ahead, I64(FETCH_LEAD)))
+    with b.if_then(is_wanted(source, 0)):
+        emit_fetch_step(b, kind, source, at)
+    source, at = locate(ahead)
     target = b.add(widened, _emit_place(b, step, widened_place, mask))
-    with cgutils.for_range_slice(b, I64(0), b.select(is_next, next_strips, strips), I64(1), intp=I64) as (half, _):
-        source = b.add(first, b.mul(half, strip_size))
-        emit_widen_step(b, kind, source, ahead, b.add(target, b.mul(half, I64(4 * LANES))), I64(4 * PANEL))
+    for side in range(2):
+        with b.if_then(is_wanted(source, side)):
+            emit_widen_step(b, kind, source, at, side, target)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -157,12 +172,10 @@ def _part(index: int, count: int, total: int) -> int:
 
 
 @njit(nogil=True, error_model="numpy")
-def _widen(kind: Any, packed: int, strip_size: int, N: int, panel: int, step: int, steps: int, target: int) -> None:
+def _widen(kind: Any, panel: int, step: int, steps: int, target: int) -> None:
     """Widen some steps of a panel."""
-    for half in range(min(PANEL, N - panel * PANEL) // LANES):
-        strip = packed + (2 * panel + half) * strip_size
-        for at in range(steps):
-            widen_step(kind, strip, step + at, target + at * STEP_PANEL_BYTES + half * LANES * 4, PANEL * 4)
+    for at in range(steps):
+        widen_step(kind, panel, step + at, target + at * STEP_PANEL_BYTES)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -190,8 +203,7 @@ def _linear(arguments: int, kind: Any) -> None:
     y_width = 2 if activation == NONE else 1  # bytes of y for an output
     num_items = panel_blocks * row_blocks
     looks_ahead = num_items >= 2 * num_threads
-    strip_size = strip_bytes(kind, words)
-    panel_bytes = 2 * strip_size if is_widened(kind) else words * PANEL * 4
+    panel_bytes = panel_bytes_of(kind, words) if is_widened(kind) else words * PANEL * 4
     # Panels of whole weights are widened while the item before them is multiplied, others right before they are.
     widens_ahead = is_widened(kind) and looks_ahead and step_blocks == 1
     most_groups = (num_groups + row_blocks - 1) // row_blocks
@@ -223,10 +235,9 @@ def _linear(arguments: int, kind: Any) -> None:
     pending_rows, pending, where, factor, shift = 0, sums, y, no_factor, no_bias
     item = take_next(arguments)
     if widens_ahead and item < num_items:
-        first_panel = _part(item % panel_blocks, panel_blocks, num_panels)
-        for panel in range(first_panel, _part(item % panel_blocks + 1, panel_blocks, num_panels)):
-            target = widened_next + (panel - first_panel) * widened_bytes
-            _widen(kind, packed, strip_size, N, panel, 0, lead, target)
+        panel = _part(item % panel_blocks, panel_blocks, num_panels)
+        for index in range(_part(item % panel_blocks + 1, panel_blocks, num_panels) - panel):
+            _widen(kind, packed + (panel + index) * panel_bytes, 0, lead, widened_next + index * widened_bytes)
     while item < num_items:
         # Drawn ahead, to be fetched and widened meanwhile.
         upcoming = take_next(arguments) if looks_ahead else num_items
@@ -253,9 +264,8 @@ def _linear(arguments: int, kind: Any) -> None:
             block_steps = _part(block + 1, step_blocks, steps) - step
             if is_widened(kind) and not widens_ahead:
                 for index in range(last_panel - panel):
-                    _widen(
-                        kind, packed, strip_size, N, panel + index, step, block_steps, widened + index * widened_bytes
-                    )
+                    source = packed + (panel + index) * panel_bytes
+                    _widen(kind, source, step, block_steps, widened + index * widened_bytes)
             next_panel, next_step = panel, _part(block + 1, step_blocks, steps)
             if block == step_blocks - 1:
                 next_panel, next_step = later_panel, 0
@@ -279,10 +289,10 @@ def _linear(arguments: int, kind: Any) -> None:
                     if is_widened(kind):
                         source, source_stride = widened + index * widened_bytes, PANEL * 4
                     following = packed + (next_panel + index) * panel_bytes + next_step * step_bytes
-                    # Both halves of the panel with the same index there, or one beside each of the first two groups of rows.
-                    half, next_strips = group - first_group, 0
-                    if widens_ahead and half < 2 and later_panel + index < later_last:
-                        next_strips = min(2 if groups == 1 else 1, (N - (later_panel + index) * PANEL) // LANES - half)
+                    # Both sides of the panel with the same index there, or one beside each of the first two groups of rows.
+                    later, sides = np.int64(0), 3 if groups == 1 else 1 << min(group - first_group, 2) & 3
+                    if widens_ahead and later_panel + index < later_last:
+                        later = packed + (later_panel + index) * panel_bytes
                     multiply_and_prepare(
                         kind,
                         count,
@@ -299,12 +309,10 @@ def _linear(arguments: int, kind: Any) -> None:
                         (place, mask),
                         (
                             lead,
-                            width // LANES,
-                            packed + 2 * panel * strip_size,
-                            next_strips,
-                            packed + (2 * (later_panel + index) + half) * strip_size,
-                            strip_size,
-                            widened_next + index * widened_bytes + half * LANES * 4,
+                            packed + panel * panel_bytes,
+                            later,
+                            sides,
+                            widened_next + index * widened_bytes,
                             place + lead if has_ring else 0,
                         ),
                         (pending_rows, pending, where, y_stride, factor, shift, activation),
@@ -322,7 +330,9 @@ def _linear(arguments: int, kind: Any) -> None:
                             write_rows(count, 1, pending, PANEL * 4, where, y_stride, factor, shift)
         if widens_ahead:
             for index in range(last_panel - panel, later_last - later_panel):
-                _widen(kind, packed, strip_size, N, later_panel + index, 0, steps, widened_next + index * widened_bytes)
+                _widen(
+                    kind, packed + (later_panel + index) * panel_bytes, 0, steps, widened_next + index * widened_bytes
+                )
         item = upcoming if looks_ahead else take_next(arguments)
     if activation == NONE:
         write_rows(pending_rows, 2, pending, PANEL * 4, where, y_stride, factor, shift)

@@ -10,7 +10,7 @@ from llvmlite import ir
 from numba import njit, types
 
 from backends.numba_kernels.compiling import source_key
-from backends.numba_kernels.group_kinds import KINDS, group_bytes, group_size, kind_of, tail_bytes
+from backends.numba_kernels.group_kinds import KINDS, UNIT, kind_of, tail_bytes, unit_bytes
 from backends.numba_kernels.groups import emit_halves
 from backends.numba_kernels.lookup import fill_with_nan
 from backends.numba_kernels.threads import Kernel
@@ -74,16 +74,17 @@ def read_code(typing_context: Any, kind: Any, group: Any, lane: Any, element: An
 
 @njit(nogil=True, error_model="numpy")
 def _rows(arguments: int, kind: Any) -> None:
-    """Rows of the weight in bfloat16. Arguments: counter, ids (int64), T, packed, N, groups, out, its row stride.
+    """Rows of the weight in bfloat16. Arguments: counter, ids (int64), T, packed, N, units of 32 k, strips that lie together, out, its row stride.
 
     A number that is no row's gives NaN, as in `lookup`.
     """
     ids, T = read_int64(arguments + 8), read_int64(arguments + 16)
-    packed, N, groups = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
-    out, out_stride = read_int64(arguments + 48), read_int64(arguments + 56)
-    size, step = group_size(kind), group_bytes(kind)
-    strip_bytes = groups * step + tail_bytes(kind)
-    width = groups * size
+    packed, N, units = read_int64(arguments + 24), read_int64(arguments + 32), read_int64(arguments + 40)
+    together = read_int64(arguments + 48)
+    out, out_stride = read_int64(arguments + 56), read_int64(arguments + 64)
+    unit, tail = unit_bytes(kind), tail_bytes(kind)
+    block_bytes = together * (units * unit + tail)
+    width = units * UNIT
     numbers = np.empty(width, np.float32)
     while True:
         t = take_next(arguments)
@@ -93,12 +94,12 @@ def _rows(arguments: int, kind: Any) -> None:
         if not 0 <= row < N:
             fill_with_nan(out + t * out_stride, width * 2)
             continue
-        strip, lane = packed + row // LANES * strip_bytes, row % LANES
-        for g in range(groups):
-            here = strip + g * step
-            d, m = read_scales(kind, here, strip + groups * step, lane)
-            for i in range(size):
-                numbers[g * size + i] = np.float32(read_code(kind, here, lane, i)) * d + m
+        block, strip, lane = packed + row // (LANES * together) * block_bytes, row // LANES % together, row % LANES
+        for u in range(units):
+            here = block + (u * together + strip) * unit
+            d, m = read_scales(kind, here, block + units * together * unit + strip * tail, lane)
+            for i in range(UNIT):
+                numbers[u * UNIT + i] = np.float32(read_code(kind, here, lane, i)) * d + m
         write_row(np.uint16(0), numbers.ctypes.data, out + t * out_stride, width, np.float32(1), 0)
     keep(numbers)
 
@@ -125,4 +126,4 @@ def row_kernel(kind: str) -> Kernel:
             _rows(arguments, np.int8(0))
 
     bodies = {"q4_0": rows_q4_0, "q4_1": rows_q4_1, "q8_0": rows_q8_0, "int8": rows_int8}
-    return Kernel(bodies[kind], 7)
+    return Kernel(bodies[kind], 8)

@@ -1,7 +1,7 @@
-"""Turns integer weights into bfloat16 panels for matrix tiles, a *step* (32 values of k) of a strip at a time.
+"""Turns integer weights into bfloat16 panels for matrix tiles, a *step* (32 values of k) at a time.
 
-A strip (see `group_kinds`) becomes one half of a panel as `linear` has it: rows of one 32-bit word for each output, two neighbouring
-values of k in a word. What is written stands for the weight as `QuantisedWeight.dequantise` has it, rounded once; of a format with one scale for a
+A panel's two strips (see `group_kinds`), their steps in turn so that memory is read in address order, become a panel as `linear` has it: rows of
+one 32-bit word for each output, two neighbouring values of k in a word. What is written stands for the weight as `QuantisedWeight.dequantise` has it, rounded once; of a format with one scale for a
 row, codes are written as they are, times `CODE_FACTOR`, so that nothing is rounded and the sum is to be scaled.
 
 Written for the two vector ports of a processor with AVX-512: a shift, a conversion and a product need one of them, a shuffle the other, so
@@ -16,8 +16,8 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 
-from backends.numba_kernels.group_kinds import Kind, kind_of
-from backends.numba_kernels.groups import AHEAD, emit_halves
+from backends.numba_kernels.group_kinds import UNIT, Kind, kind_of
+from backends.numba_kernels.groups import emit_halves
 from backends.numba_kernels.matrix_tiles import LINE_BYTES
 from backends.numba_kernels.vectors import (
     I32,
@@ -38,8 +38,8 @@ from backends.numba_kernels.vectors import (
     intrinsic,
 )
 
-STEP = 32
 CODE_FACTOR = 2.0**24
+FETCH_LEAD = 4  # steps
 NOT_WIDENED = np.float32(0)  # the kind of a weight that is bfloat16 already
 SHUFFLED_NIBBLES = (2, 5, 7)
 _BYTES = ir.VectorType(ir.IntType(8), 64)
@@ -64,57 +64,55 @@ def is_widened(typing_context: Any, kind: Any) -> Any:
 
 
 @intrinsic
-def strip_bytes(typing_context: Any, kind: Any, words: Any) -> Any:
-    """Return the bytes of a strip with K = 2 * `words`; 0 for weights that are not widened."""
+def panel_bytes_of(typing_context: Any, kind: Any, words: Any) -> Any:
+    """Return the bytes of a panel's two strips with K = 2 * `words`; 0 for weights that are not widened."""
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         if not _is_integer(kind):
             return I64(0)
         facts = kind_of(kind)
-        groups = b.udiv(arguments[1], I64(facts.group // 2))
-        return b.add(b.mul(groups, I64(facts.group_bytes)), I64(facts.tail_bytes))
+        units = b.udiv(arguments[1], I64(UNIT // 2))
+        return b.mul(b.add(b.mul(units, I64(facts.unit_bytes)), I64(facts.tail_bytes)), I64(2))
 
     return types.int64(kind, types.int64), generate
 
 
 @intrinsic
-def widen_step(typing_context: Any, kind: Any, strip: Any, step: Any, target: Any, target_stride: Any) -> Any:
-    """Write step `step` of a strip as 16 rows of 16 words, target_stride bytes apart."""
+def widen_step(typing_context: Any, kind: Any, panel: Any, step: Any, target: Any) -> Any:
+    """Write step `step` of a panel as 16 rows of 32 words."""
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         if _is_integer(kind):
-            emit_widen_step(b, kind, *arguments[1:])
+            _, panel, step, target = arguments
+            emit_fetch_step(b, kind, panel, b.add(step, I64(FETCH_LEAD)))
+            for side in range(2):
+                emit_widen_step(b, kind, panel, step, side, target)
         return context.get_dummy_value()
 
-    return types.void(kind, *[types.int64] * 4), generate
+    return types.void(kind, *[types.int64] * 3), generate
 
 
 def _is_integer(kind: Any) -> bool:
     return bool(kind != types.float32)
 
 
-def emit_widen_step(b: Builder, kind: Any, strip: Value, step: Value, target: Value, stride: Value) -> None:
-    """Do what `widen_step` does; nothing for a kind that is not widened."""
-    if not _is_integer(kind):
-        return
+def emit_widen_step(b: Builder, kind: Any, panel: Value, step: Value, side: int, target: Value) -> None:
+    """Write one of the two sides of what `widen_step` does."""
     facts = kind_of(kind)
-    step_bytes = STEP * facts.group_bytes // facts.group
-    here = b.add(strip, b.mul(step, I64(step_bytes)))
-    for line in range(-(-step_bytes // LINE_BYTES)):  # a processor's own prefetching stops at the end of a page
-        emit_prefetch(b, emit_at(b, here, AHEAD + LINE_BYTES * line))
+    here = emit_at(b, b.add(panel, b.mul(step, I64(2 * facts.unit_bytes))), side * facts.unit_bytes)
 
     def store(row: int, pair: Value) -> None:
-        emit_store(b, pair, b.add(target, b.mul(stride, I64(row))))
+        emit_store(b, pair, emit_at(b, target, (2 * row + side) * 4 * LANES))
 
-    lines = STEP * facts.bits // 8 * LANES // 64
+    lines = UNIT * facts.bits // 8 * LANES // 64
     words = [emit_load(b, emit_at(b, here, 64 * line), VI) for line in range(lines)]
     if not facts.has_scales:
         for line, word in enumerate(words):
             for half in range(2):
                 store(2 * line + half, _emit_exact_pair(b, *(_emit_byte(b, word, 2 * half + i) for i in range(2))))
         return
-    d = emit_halves(b, emit_at(b, here, facts.code_bytes))
-    m = emit_halves(b, emit_at(b, here, facts.code_bytes + 2 * LANES)) if facts.has_minima else None
+    d = emit_halves(b, emit_at(b, here, facts.unit_code_bytes))
+    m = emit_halves(b, emit_at(b, here, facts.unit_code_bytes + 2 * LANES)) if facts.has_minima else None
     if facts.bits == 8:
         d = b.fmul(d, constant(1 / CODE_FACTOR))
 
@@ -128,7 +126,15 @@ def emit_widen_step(b: Builder, kind: Any, strip: Value, step: Value, target: Va
                 continue
             for high in range(2):  # half of each byte: k and k + 16
                 codes = [_emit_nibble(b, facts, word, 2 * (2 * half + i) + high) for i in range(2)]
-                store(STEP // 4 * high + 2 * line + half, _emit_pair(b, *(number(code) for code in codes)))
+                store(UNIT // 4 * high + 2 * line + half, _emit_pair(b, *(number(code) for code in codes)))
+
+
+def emit_fetch_step(b: Builder, kind: Any, panel: Value, step: Value) -> None:
+    """Ask for a step that is to be widened soon: a processor's own prefetching stops at the end of a page."""
+    step_bytes = 2 * kind_of(kind).unit_bytes
+    here = b.add(panel, b.mul(step, I64(step_bytes)))
+    for line in range(-(-step_bytes // LINE_BYTES)):
+        emit_prefetch(b, emit_at(b, here, LINE_BYTES * line))
 
 
 def _emit_pair(b: Builder, even: Value, odd: Value) -> Value:
