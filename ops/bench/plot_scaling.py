@@ -67,7 +67,8 @@ def scaling_lines(document: Document, weights: str) -> list[Line]:
                 points.append((case.concurrency, speed))
         if points:
             is_ours = peer.startswith("looseleaf")
-            lines.append(Line(peer, points, OURS if is_ours else next(colours), is_thick=is_ours))
+            is_thick = is_ours and not peer.endswith("-plain")
+            lines.append(Line(peer, points, OURS if is_ours else next(colours), is_thick=is_thick))
     return lines
 
 
@@ -95,7 +96,7 @@ def draw_panel(title: str, lines: Sequence[Line], low: float, high: float, concu
         parts.append(f'<polyline points="{path}" fill="none" {stroke}/>')
         if not line.is_dashed:
             parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{line.colour}"/>' for x, y in places]
-        x, y = LEFT + order % 4 * width / 4, 32 + order // 4 * 12
+        x, y = LEFT + order % 3 * width / 3, 32 + order // 3 * 12
         parts.append(f'<line x1="{x:.0f}" x2="{x + 14:.0f}" y1="{y - 3}" y2="{y - 3}" {stroke}/>')
         parts.append(text(x + 18, y, line.name, size=9, anchor="start"))
     return "".join(parts)
