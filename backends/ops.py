@@ -31,7 +31,7 @@ class Ops(Protocol):
     def pack_linear(self, weight: Weight, bias: Tensor | None = None) -> Linear:
         """Prepare x @ weight.T + bias for weight [N, K]. May keep `weight` in another layout: the caller drops its own reference.
 
-        A linear of a quantised weight rounds its inputs as the kernels for it need, and has `rows` to look up rows of the weight.
+        A linear of a quantised weight may round its inputs or the weight as its kernels need, and has `rows` to look up rows of the weight.
         """
         ...
 

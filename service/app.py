@@ -36,8 +36,11 @@ def serve(loaded: LoadedConfig) -> int:
     configure_logging(loaded.config.log)
     # Of what loading makes nearly all stays, and each full collection would walk it again: a seventh of the time until it is ready.
     gc.disable()
-    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
-        return runner.run(_serve(loaded.config))
+    try:
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            return runner.run(_serve(loaded.config))
+    finally:
+        gc.enable()  # also when it never became ready
 
 
 class EngineSeat:

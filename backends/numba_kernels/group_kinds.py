@@ -1,6 +1,7 @@
 """The formats of integer weights as kernels read them. `backends.quantised_weights` is what they stand for.
 
-A *strip* is 16 outputs with all their groups, one behind the other, read in address order. In a group a 32-bit word holds, for
+A *strip* is 16 outputs with all their groups, one behind the other, read in address order; for matrix tiles two strips lie together, 32 k of
+each in turn. In a group a 32-bit word holds, for
 one output, 4 neighbouring codes (a byte each) or 4 + 4 codes (a byte's low half: k + 0 … 3, its high half: 16 further on, as in GGUF):
 
     q4_0   4 rows of 16 words, then 16 d                     288 bytes    k: 32

@@ -50,6 +50,7 @@ from backends.numba_kernels.widening import (
     NOT_WIDENED,
     emit_fetch_step,
     emit_widen_step,
+    is_integer,
     is_widened,
     panel_bytes_of,
     widen_step,
@@ -59,9 +60,9 @@ STEP_WORDS = 16  # words of k in a step
 # Rows x steps of a block of x are at most 768 KiB of second-level cache, beside 2 panels of as many steps (200 KiB).
 BLOCK_PANELS, BLOCK_ROWS, BLOCK_STEPS = 2, 256, 48
 BLOCK_CELLS = BLOCK_ROWS * BLOCK_STEPS
-RING_BYTES, RING_LEAD = 4 * 2048, 2  # of widened steps
 FETCHED_LINES = 16  # of the 32 lines of a step, at most
-STEP_PANEL_BYTES = STEP_WORDS * PANEL * 4
+STEP_PANEL_BYTES = STEP_WORDS * PANEL * 4  # of a step in bfloat16
+RING_BYTES, RING_LEAD = 4 * STEP_PANEL_BYTES, 2  # a power of two; steps that are widened before they are met
 
 
 @intrinsic
@@ -117,13 +118,13 @@ def multiply_and_prepare(
                     emit_write_gated_rows(
                         b, activation, first, last, pending, stride, target, target_stride, factor, bias
                     )
-            if kind != types.float32:
+            if is_integer(kind):
                 _emit_widening(b, kind, step, steps, places[1], *widening)
 
         def place(step: Value) -> Value:
             return _emit_place(b, step, *places)
 
-        emit_products(b, "tdpbf16ps", rows, columns, operands, meanwhile, None if kind == types.float32 else place)
+        emit_products(b, "tdpbf16ps", rows, columns, operands, meanwhile, place if is_integer(kind) else None)
         return context.get_dummy_value()
 
     return signature, generate

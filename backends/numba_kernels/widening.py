@@ -1,11 +1,12 @@
 """Turns integer weights into bfloat16 panels for matrix tiles, a *step* (32 values of k) at a time.
 
-A panel's two strips (see `group_kinds`), their steps in turn so that memory is read in address order, become a panel as `linear` has it: rows of
-one 32-bit word for each output, two neighbouring values of k in a word. What is written stands for the weight as `QuantisedWeight.dequantise` has it, rounded once; of a format with one scale for a
-row, codes are written as they are, times `CODE_FACTOR`, so that nothing is rounded and the sum is to be scaled.
+A panel's two strips (see `group_kinds`), their steps in turn so that memory is read in address order, become a panel as `linear` has it: rows
+of one 32-bit word for each output, two neighbouring values of k in a word. What is written stands for the weight as
+`QuantisedWeight.dequantise` has it, rounded once; of a format with one scale for a row, codes are written as they are, times `CODE_FACTOR`,
+so that nothing is rounded and the sum is to be scaled.
 
 Written for the two vector ports of a processor with AVX-512: a shift, a conversion and a product need one of them, a shuffle the other, so
-bytes and half of the nibbles are brought into place by shuffles. Processors with matrix tiles have AVX512_BF16 and AVX512_VBMI.
+bytes and some of the nibbles are brought into place by shuffles. Processors with matrix tiles have AVX512_BF16 and AVX512_VBMI.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from backends.numba_kernels.vectors import (
 CODE_FACTOR = 2.0**24
 FETCH_LEAD = 4  # steps
 NOT_WIDENED = np.float32(0)  # the kind of a weight that is bfloat16 already
-SHUFFLED_NIBBLES = (2, 5, 7)
+SHUFFLED_NIBBLES = (2, 5, 7)  # brought into place by a shuffle, the others by a shift: so both ports have work
 _BYTES = ir.VectorType(ir.IntType(8), 64)
 
 # Words 0 … 15 of a panel's row: a value of even k from the first 16 halves, its neighbour from the other 16.
@@ -55,7 +56,7 @@ def _integers(value: int) -> Value:
 @intrinsic
 def is_widened(typing_context: Any, kind: Any) -> Any:
     """Say whether `kind` is one of `group_kinds`, as a constant that folds away the branch it decides."""
-    answer = _is_integer(kind)
+    answer = is_integer(kind)
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         return ir.Constant(ir.IntType(1), int(answer))
@@ -68,7 +69,7 @@ def panel_bytes_of(typing_context: Any, kind: Any, words: Any) -> Any:
     """Return the bytes of a panel's two strips with K = 2 * `words`; 0 for weights that are not widened."""
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        if not _is_integer(kind):
+        if not is_integer(kind):
             return I64(0)
         facts = kind_of(kind)
         units = b.udiv(arguments[1], I64(UNIT // 2))
@@ -82,7 +83,7 @@ def widen_step(typing_context: Any, kind: Any, panel: Any, step: Any, target: An
     """Write step `step` of a panel as 16 rows of 32 words."""
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        if _is_integer(kind):
+        if is_integer(kind):
             _, panel, step, target = arguments
             emit_fetch_step(b, kind, panel, b.add(step, I64(FETCH_LEAD)))
             for side in range(2):
@@ -92,7 +93,8 @@ def widen_step(typing_context: Any, kind: Any, panel: Any, step: Any, target: An
     return types.void(kind, *[types.int64] * 3), generate
 
 
-def _is_integer(kind: Any) -> bool:
+def is_integer(kind: Any) -> bool:
+    """Say the same where code is generated."""
     return bool(kind != types.float32)
 
 

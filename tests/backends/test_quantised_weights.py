@@ -118,22 +118,24 @@ def test_only_weights_of_one_format_are_stacked() -> None:
 # --- packing ---
 
 
+@pytest.mark.parametrize("make", BODIES)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("N", "K"), SHAPES)
-def test_packing_keeps_every_byte(form: Format, N: int, K: int) -> None:
+def test_packing_keeps_every_byte(form: Format, N: int, K: int, make: LinearMaker) -> None:
     weight = random_weight(form, N, K)
-    back = on_vectors(weight).weight()
+    back = make(weight).weight()
     assert torch.equal(back.data, weight.data)
     if weight.scales is not None:
         assert back.scales is not None
         assert torch.equal(back.scales, weight.scales)
 
 
+@pytest.mark.parametrize("make", BODIES)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize(("N", "K"), [(96, 576), (50, 128)])
-def test_rows_are_looked_up_in_the_packed_weight(form: Format, N: int, K: int) -> None:
+def test_rows_are_looked_up_in_the_packed_weight(form: Format, N: int, K: int, make: LinearMaker) -> None:
     weight = random_weight(form, N, K)
-    linear = on_vectors(weight)
+    linear = make(weight)
     ids = torch.tensor([0, N - 1, 17, 5, 17])
     assert torch.equal(linear.rows(ids), weight.dequantise()[ids].to(torch.bfloat16))
     assert linear.rows(ids[:0]).shape == (0, K)
