@@ -56,7 +56,7 @@ class Kernel:
         """Compile `body`; it takes `num_arguments` numbers after the counter."""
         self._compiled = compile_body(body)  # owns the machine code that the address points to
         self._address = int(self._compiled.address)
-        self._name = body.__name__
+        self.name = body.__name__
         self._arguments = ctypes.c_int64 * (num_arguments + 1)
         self._alone = _C_BODY(self._address)
         self._short = _C_SHORT_BODY(self._address)
@@ -66,7 +66,7 @@ class Kernel:
         """Run here and at once for a little work, counted in elements, and on as many threads as torch uses for more."""
         launches = recorded_launches()
         if launches is not None:
-            launches.append(Launch(self._name, self._address, arguments, torch.get_num_threads(), work))
+            launches.append(Launch(self.name, self._address, arguments, torch.get_num_threads(), work))
         elif work < PARALLEL_WORK:
             self.run(*arguments)
         else:
@@ -76,7 +76,7 @@ class Kernel:
         """Run on `num_threads` threads (the caller is one of them) and wait; the GIL is released meanwhile."""
         launches = recorded_launches()
         if launches is not None:
-            launches.append(Launch(self._name, self._address, arguments, num_threads, None))
+            launches.append(Launch(self.name, self._address, arguments, num_threads, None))
             return
         block = self._arguments(0, *arguments)
         if num_threads <= 1:
@@ -90,7 +90,7 @@ class Kernel:
         """Run on the calling thread and keep the GIL: for work of a few microseconds, where giving it away may cost milliseconds."""
         launches = recorded_launches()
         if launches is not None:
-            launches.append(Launch(self._name, self._address, arguments, 1, None))
+            launches.append(Launch(self.name, self._address, arguments, 1, None))
             return
         block = self._arguments(0, *arguments)
         self._short(ctypes.addressof(block))
