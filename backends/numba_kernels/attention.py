@@ -1,23 +1,24 @@
-"""Attention over blocks, and the writing of new keys and values. Knows addresses and strides; what they mean is decided by the plan.
+"""Attention over blocks, on vectors. Knows addresses and strides; what they mean is decided by the plan.
 
 One item: a *tile* (some queries of one sequence and a range of its keys) for one kv head, so that the group of query heads which share
 the head reads its keys and values once. Keys are taken 64 at a time, at multiples of 64 from the start of the sequence:
 
-    pack    16-key transposes put the head dimension into words x keys; values are paired (bfloat16) or copied (float32)
-    scores  rows of (query, head) x 64 keys by `multiply_tile`
-    softmax online, per row: running maximum and sum; weights in the type of the pool
-    sum     rows x head size, again by `multiply_tile`, kept in float32
+    scores  rows of (query, head) x 64 keys
+    softmax online, per row: running maximum and sum; weights in the type of the queries
+    sum     rows x head size, kept in float32
+
+Up to DIRECT_ROWS rows read keys and values where they lie (`key_vectors`). For more, 16-key transposes put the head dimension into words x
+keys, values are paired (bfloat16) or copied (float32), and both products are those of `multiply_tile`.
 
 Products of bfloat16 are exact in float32; weights are rounded to bfloat16 before they meet the values, their sum is not. Invariant: a
 row's result depends on its own sequence alone: blocks of 64 keys have fixed places, and masked keys add an exact zero.
 
 A quantised pool's rows are first widened into a buffer, without their scales: those of the keys multiply the scores, those of the values
-the weights.
+the weights. What the next pass or the next item reads is asked for meanwhile.
 """
 
 from __future__ import annotations
 
-import math
 from functools import lru_cache
 from typing import Any
 
@@ -25,6 +26,7 @@ import numpy as np
 from numba import njit
 
 from backends.numba_kernels.compiling import source_key
+from backends.numba_kernels.key_vectors import FEW_ROWS, add_few, score_few
 from backends.numba_kernels.parts import (
     MAX_QUERIES,
     NO_SCORE,
@@ -46,7 +48,8 @@ from backends.numba_kernels.parts import (
     key_range,
     merge_if_last,
 )
-from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised, scale_vector, widen_row
+from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised, widen_row
+from backends.numba_kernels.softmax import ROW_KEYS, weigh_row
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
@@ -61,13 +64,14 @@ from backends.numba_kernels.vectors import (
     scale_row,
     take_next,
     transpose_words,
-    weigh_row,
     write_float,
     write_int64,
 )
 
-KEYS = 64  # keys of one pass
-LOG2_E = np.float32(1 / math.log(2))  # maxima are natural logarithms
+KEYS = ROW_KEYS  # of one pass
+DIRECT_ROWS = 3 * FEW_ROWS
+# The *places* of a pass say where its keys lie: KEYS int64 addresses of keys, then of their scales.
+SCALES_AT, PLACES_BYTES = KEYS * 8, KEYS * 16
 
 
 @njit(nogil=True, error_model="numpy")
@@ -132,19 +136,16 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     max_rows = read_int64(header + MAX_QUERIES) * G
 
     words = D * size // 4  # inner steps of a score
-    length = D * size  # bytes of a key or value in the pool
-    widened = 0  # bytes of the buffers that only a quantised pool needs
-    if is_quantised(kind):
-        length = D
-        widened = KEYS * (2 * D * size + 8 + 8)
+    length = D if is_quantised(kind) else D * size  # bytes of a key or value in the pool
+    widened = 2 * KEYS * D * size if is_quantised(kind) else 0
     area = np.empty(
         64
-        + max_rows * (D * size + KEYS * (4 + size) + 2 * D * 4 + 16 + 64)
+        + max_rows * (D * size + KEYS * (4 + size) + 2 * D * 4 + 16)
         + 2 * KEYS * D * 4
-        + 2 * KEYS * 8
+        + 2 * PLACES_BYTES + KEYS * 8 + 2 * KEYS * 4
         + widened,
         np.uint8,
-    )
+    )  # fmt: skip
     queries = (area.ctypes.data + 63) // 64 * 64  # [rows, D]
     keys = queries + max_rows * D * size  # [words, KEYS] 32-bit words
     values = keys + KEYS * D * 4  # [KEYS or KEYS / 2, D] 32-bit words
@@ -152,30 +153,34 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     sums = scores + max_rows * KEYS * 4  # [rows, D] float32, of the part under way
     folded_sums = sums + max_rows * D * 4  # the same of the parts before it
     weights = folded_sums + max_rows * D * 4  # [rows, KEYS]
-    states = weights + max_rows * KEYS * size  # [rows, 2] float32: maximum, sum
+    near = weights + max_rows * KEYS * size  # where this pass's keys lie, and
+    far = near + PLACES_BYTES  # those of the next
+    wide_places = far + PLACES_BYTES  # [KEYS] int64 addresses
+    scale_rows = wide_places + KEYS * 8  # [2, KEYS] float32
+    wide_keys = scale_rows + 2 * KEYS * 4  # [KEYS, D]
+    wide_values = wide_keys + widened // 2  # [KEYS, D]
+    states = wide_keys + widened  # [rows, 2] float32: maximum, sum
     folded_states = states + max_rows * 8
-    sources = folded_states + max_rows * 8  # [KEYS] int64 addresses of keys
-    sources_ahead = sources + KEYS * 8  # the same of the next pass
-    key_scales = sources_ahead + KEYS * 8  # [KEYS] float32
-    value_scales = key_scales + KEYS * 4
-    scale_sources = value_scales + KEYS * 4  # [KEYS] int64 addresses of the keys' scales
-    wide_keys = scale_sources + KEYS * 8  # [KEYS, D]
-    wide_values = wide_keys + KEYS * D * size
+    if is_quantised(kind):
+        for t in range(KEYS):
+            write_int64(wide_places + t * 8, wide_keys + t * D * size)
 
-    while True:
-        item = take_next(arguments)
-        if item >= num_items:
-            break
+    item, located = take_next(arguments), np.int64(-1)  # the second: whose first pass `far` is of
+    while item < num_items:
+        later = np.int64(-1)  # the next item, taken during the last pass of this one: its keys are asked for meanwhile
         head = item % Hkv
-        head_cache = cache + head * head_stride
         tile = read_int64(header + TILES) + item // Hkv * (TILE_FIELDS * 8)
         query = read_int64(header + QUERIES) + read_int64(tile + TILE_QUERY) * (QUERY_FIELDS * 8)
         count, part = read_int64(tile + TILE_COUNT), read_int64(tile + TILE_PART)
-        table = read_int64(header + TABLES) + read_int64(tile + TILE_TABLE)
         rows = count * G
+        g, own = 0, query
         for r in range(rows):
-            row = read_int64(query + r // G * (QUERY_FIELDS * 8) + QUERY_ROW)
-            copy_bytes(queries + r * D * size, q + row * q_row + (head * G + r % G) * q_head, D * size)
+            copy_bytes(
+                queries + r * D * size, q + read_int64(own + QUERY_ROW) * q_row + (head * G + g) * q_head, D * size
+            )
+            g += 1
+            if g == G:
+                g, own = 0, own + QUERY_FIELDS * 8
         _clear(sums, states, rows, D)
         lowest, highest = key_range(tile, query, window)
         is_folded = False
@@ -183,95 +188,112 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             if start % PART_KEYS == 0 and start > lowest:
                 if is_folded:
                     for r in range(rows):
-                        fold(
-                            folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LOG2_E
-                        )
+                        fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D)
                 else:
                     sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
                     is_folded = True
                 _clear(sums, states, rows, D)
-            vectors = (min(KEYS, highest - start) + 15) // 16
-            _locate(sources, vectors * 16, start, lowest, highest, table, B, head_cache, block_stride, slot_stride)
-            ahead = min(KEYS, highest - start - KEYS)
-            if ahead > 0:
+            if start <= lowest and located != item:
                 _locate(
-                    sources_ahead, ahead, start + KEYS, lowest, highest, table, B, head_cache, block_stride, slot_stride
-                )
-                for t in range(ahead):
-                    prefetch(read_int64(sources_ahead + t * 8), length)
-            value_rows = value_offset
-            if is_quantised(kind):
-                _locate(
-                    scale_sources, vectors * 16, start, lowest, highest, table, B,
-                    scales + head * scale_head_stride, scale_block_stride, 4,
+                    kind, far, header, item, Hkv, window, start, B, cache, block_stride, slot_stride, head_stride,
+                    scales, scale_block_stride, scale_head_stride,
                 )  # fmt: skip
+            near, far = far, near
+            next_start = start + KEYS
+            if next_start >= highest:
+                later = take_next(arguments)
+                located = later
+                next_start = -1
+            _locate(
+                kind, far, header, item if next_start >= 0 else min(later, num_items - 1), Hkv, window, next_start, B,
+                cache, block_stride, slot_stride, head_stride, scales, scale_block_stride, scale_head_stride,
+            )  # fmt: skip
+            vectors = (min(KEYS, highest - start) + 15) // 16
+            places, value_rows = near, value_offset
+            if is_quantised(kind):
                 for t in range(vectors * 16):
-                    scale_at, source = read_int64(scale_sources + t * 8), read_int64(sources + t * 8)
-                    write_float(key_scales + t * 4, read_float(scale_at))
-                    write_float(value_scales + t * 4, read_float(scale_at + scale_value_offset))
-                    widen_row(tag, kind, source, wide_keys + t * D * size, D)
-                    widen_row(tag, kind, source + value_offset, wide_values + t * D * size, D)
-                    write_int64(sources + t * 8, wide_keys + t * D * size)
-                value_rows = wide_values - wide_keys
-            for group in range(vectors):
-                for word in range(0, words, 16):
-                    transpose_words(
-                        sources + group * 128,
-                        word * 4,
-                        min(16, words - word),
-                        keys + word * (KEYS * 4) + group * 64,
-                        KEYS * 4,
-                    )
-            _multiply(tag, rows, queries, D * size, keys, KEYS * 4, scores, KEYS * 4, vectors, words, False)
+                    place, scale_at = read_int64(near + t * 8), read_int64(near + SCALES_AT + t * 8)
+                    write_float(scale_rows + t * 4, read_float(scale_at))
+                    write_float(scale_rows + (KEYS + t) * 4, read_float(scale_at + scale_value_offset))
+                    widen_row(tag, kind, place, wide_keys + t * D * size, D)
+                    widen_row(tag, kind, place + value_offset, wide_values + t * D * size, D)
+                for t in range(0, KEYS, 16):
+                    scale_at = read_int64(far + SCALES_AT + t * 8)
+                    prefetch(scale_at, 64)
+                    prefetch(scale_at + scale_value_offset, 64)
+                places, value_rows = wide_places, wide_values - wide_keys
+            if rows <= DIRECT_ROWS:
+                for first in range(0, rows, FEW_ROWS):
+                    score_few(
+                        tag, min(FEW_ROWS, rows - first), queries + first * D * size, D * size, places, vectors, words,
+                        scores + first * KEYS * 4, KEYS * 4, far, length if first == 0 else 0,
+                    )  # fmt: skip
+            else:
+                for t in range(KEYS):
+                    prefetch(read_int64(far + t * 8), length)
+                for group in range(vectors):
+                    for word in range(0, words, 16):
+                        transpose_words(
+                            places + group * 128,
+                            word * 4,
+                            min(16, words - word),
+                            keys + word * (KEYS * 4) + group * 64,
+                            KEYS * 4,
+                        )
+                _multiply(tag, rows, queries, D * size, keys, KEYS * 4, scores, KEYS * 4, vectors, words, False)
+            g, own = 0, query
+            at = read_int64(query + QUERY_POSITION)
             for r in range(rows):
-                at = read_int64(query + r // G * (QUERY_FIELDS * 8) + QUERY_POSITION)
                 first = lowest
                 if window:
                     first = max(first, at - window + 1)
-                first = min(max(first - start, 0), KEYS)
-                last = min(max(min(at + 1, highest) - start, 0), KEYS)
-                if is_quantised(kind):
-                    scale_vector(kind, scores + r * KEYS * 4, key_scales, vectors)
+                last = min(at + 1, highest) - start
                 shrink = weigh_row(
-                    tag,
-                    kind,
-                    scores + r * KEYS * 4,
-                    weights + r * KEYS * size,
-                    vectors,
-                    first,
-                    last,
-                    scale,
-                    cap,
-                    states + r * 8,
-                    value_scales,
-                )
+                    tag, kind, scores + r * KEYS * 4, weights + r * KEYS * size, first - start, last, scale, cap,
+                    states + r * 8, scale_rows,
+                )  # fmt: skip
                 if shrink != np.float32(1):
                     scale_row(sums + r * D * 4, D, shrink)
-            for t in range(ahead):
-                prefetch(read_int64(sources_ahead + t * 8) + value_offset, length)
+                g += 1
+                if g == G:
+                    g, own = 0, own + QUERY_FIELDS * 8
+                    at = read_int64(own + QUERY_POSITION)
+            if rows <= DIRECT_ROWS:
+                for first in range(0, rows, FEW_ROWS):
+                    add_few(
+                        tag, min(FEW_ROWS, rows - first), weights + first * KEYS * size, KEYS * size, places, value_rows,
+                        vectors * 16, D // 16, sums + first * D * 4, D * 4, far, value_offset, length if first == 0 else 0,
+                    )  # fmt: skip
+                continue
+            for t in range(KEYS):
+                prefetch(read_int64(far + t * 8) + value_offset, length)
             if size == 2:
                 for t in range(0, vectors * 16, 2):
-                    first_value = read_int64(sources + t * 8) + value_rows
-                    pair_rows(first_value, read_int64(sources + t * 8 + 8) + value_rows, values + t // 2 * D * 4, D)
+                    first_value = read_int64(places + t * 8) + value_rows
+                    pair_rows(first_value, read_int64(places + t * 8 + 8) + value_rows, values + t // 2 * D * 4, D)
             else:
                 for t in range(vectors * 16):
-                    copy_bytes(values + t * D * 4, read_int64(sources + t * 8) + value_rows, D * 4)
+                    copy_bytes(values + t * D * 4, read_int64(places + t * 8) + value_rows, D * 4)
             _multiply(
                 tag, rows, weights, KEYS * size, values, D * 4, sums, D * 4, D // 16, vectors * 16 * size // 4, True
             )
+        g, own = 0, query
         for r in range(rows):
             if is_folded:
-                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D, LOG2_E)
+                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D)
             found, state = (folded_sums, folded_states) if is_folded else (sums, states)
-            own = query + r // G * (QUERY_FIELDS * 8)
             deliver(
-                tag, header, own, head * G + r % G, part, G * Hkv, D, found + r * D * 4, state + r * 8,
-                out, out_row, out_head, lse, lse_row, LOG2_E,
+                tag, header, own, head * G + g, part, G * Hkv, D, found + r * D * 4, state + r * 8,
+                out, out_row, out_head, lse, lse_row,
             )  # fmt: skip
+            g += 1
+            if g == G:
+                g, own = 0, own + QUERY_FIELDS * 8
         if part:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
-                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, LOG2_E)
+                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row)
+        item = later if later >= 0 else take_next(arguments)
     keep(area)
 
 
@@ -287,33 +309,49 @@ def _clear(sums: int, states: int, rows: int, D: int) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def _locate(
-    sources: int,
-    count: int,
+    kind: Any,
+    places: int,
+    header: int,
+    item: int,
+    Hkv: int,
+    window: int,
     start: int,
-    lowest: int,
-    highest: int,
-    table: int,
     B: int,
     cache: int,
     block_stride: int,
     slot_stride: int,
+    head_stride: int,
+    scales: int,
+    scale_block_stride: int,
+    scale_head_stride: int,
 ) -> None:
-    """Write the addresses of keys start … start + count - 1 to `sources`; in place of a key outside lowest … highest - 1 stands a neighbour
-    inside: unwritten slots may hold anything, and zero times NaN is NaN.
+    """Write where the keys of an item's pass at `start` lie (of its first pass if that is negative), and their scales.
 
-    The blocks are walked, because a 64-bit division for each key costs as much as the key's products.
+    In place of a key that no query of the item sees stands a neighbour that one sees: unwritten slots may hold anything, and zero times NaN is NaN. An item
+    without keys leaves things as they are.
     """
+    tile = read_int64(header + TILES) + item // Hkv * (TILE_FIELDS * 8)
+    query = read_int64(header + QUERIES) + read_int64(tile + TILE_QUERY) * (QUERY_FIELDS * 8)
+    lowest, highest = key_range(tile, query, window)
+    if lowest >= highest:
+        return
+    if start < 0:
+        start = lowest // KEYS * KEYS
+    table = read_int64(header + TABLES) + read_int64(tile + TILE_TABLE)
+    cache, scales = cache + item % Hkv * head_stride, scales + item % Hkv * scale_head_stride
     key = max(start, lowest)
+    # Blocks are walked, because a 64-bit division for each key costs as much as the key's products.
     index, slot = key // B, key % B
-    address = cache + np.int64(read_int32(table + index * 4)) * block_stride + slot * slot_stride
-    for t in range(count):
+    block = np.int64(read_int32(table + index * 4))
+    for t in range(KEYS):
         if t > 0 and lowest < start + t < highest:
             slot += 1
-            address += slot_stride
             if slot == B:
                 index, slot = index + 1, 0
-                address = cache + np.int64(read_int32(table + index * 4)) * block_stride
-        write_int64(sources + t * 8, address)
+                block = np.int64(read_int32(table + index * 4))
+        write_int64(places + t * 8, cache + block * block_stride + slot * slot_stride)
+        if is_quantised(kind):
+            write_int64(places + SCALES_AT + t * 8, scales + block * scale_block_stride + slot * 4)
 
 
 @lru_cache(maxsize=6)

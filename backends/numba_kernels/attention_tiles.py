@@ -71,7 +71,6 @@ from backends.numba_kernels.vectors import (
     write_int64,
 )
 
-BASE_2 = np.float32(1)  # maxima are of base 2
 # A *set* is what is known of up to 16 rows: the keys they see (2 x 16 int32), states of the part under way and of those before it (maxima,
 # sums, factors), the keys that some row sees and those that all see, whether a pass of this part has been computed, whether one of an
 # earlier part has, and the addresses of both sums [16, D].
@@ -249,7 +248,7 @@ def _attend(arguments: int, kind: Any) -> None:
             copy_bytes(sources, one + FOLDED_STATE + lane * 4, 4)
             copy_bytes(sources + 4, one + FOLDED_STATE + 64 + lane * 4, 4)
             deliver(
-                tag, header, own, head * G + g, part, G * Hkv, D, found, sources, out, out_row, out_head, lse, lse_row, BASE_2
+                tag, header, own, head * G + g, part, G * Hkv, D, found, sources, out, out_row, out_head, lse, lse_row
             )  # fmt: skip
             g += 1
             if g == G:
@@ -257,7 +256,7 @@ def _attend(arguments: int, kind: Any) -> None:
         if part:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
-                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row, BASE_2)
+                merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row)
         item = later if later >= 0 else take_next(arguments)
     release_tiles()
     keep(area)

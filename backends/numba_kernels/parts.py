@@ -69,36 +69,34 @@ NO_SCORE = -1e30  # the maximum of a row that has seen no key
 
 
 @intrinsic
-def fold(typing_context: Any, sums: Any, state: Any, other_sums: Any, other_state: Any, count: Any, unit: Any) -> Any:
+def fold(typing_context: Any, sums: Any, state: Any, other_sums: Any, other_state: Any, count: Any) -> Any:
     """Add the next part of a row to what the earlier ones gave. A part without keys changes nothing, nor is it changed.
 
-    `sums`: `count` float32, a multiple of 16. `state`: maximum and sum of weights. `unit` turns a difference of maxima into one of base 2.
+    `sums`: `count` float32, a multiple of 16. `state`: maximum (base 2) and sum of weights.
     """
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        sums, state, other_sums, other_state, count, unit = arguments
+        sums, state, other_sums, other_state, count = arguments
         old, other = (
             [emit_splat(b, emit_load(b, emit_at(b, at, offset), F32), VF) for offset in (0, 4)]
             for at in (state, other_state)
         )
-        highest, total, factor, other_factor = emit_fold_states(
-            b, old[0], other[0], old[1], other[1], emit_splat(b, unit, VF)
-        )
+        highest, total, factor, other_factor = emit_fold_states(b, old[0], other[0], old[1], other[1])
         for at, x in ((state, highest), (emit_at(b, state, 4), total)):
             emit_store(b, b.extract_element(x, I32(0)), at)
         emit_fold_row(b, sums, other_sums, count, factor, other_factor)
         return context.get_dummy_value()
 
-    return types.void(*[types.int64] * 5, types.float32), generate
+    return types.void(*[types.int64] * 5), generate
 
 
 def emit_fold_states(
-    b: Builder, maximum: Value, other_maximum: Value, total: Value, other_total: Value, unit: Value
+    b: Builder, maximum: Value, other_maximum: Value, total: Value, other_total: Value
 ) -> tuple[Value, Value, Value, Value]:
     """Fold 16 states, and return the factors of the two sums after the new maximum and sum of weights."""
     highest = emit_maximum(b, maximum, other_maximum)
-    factor = emit_exp2(b, b.fmul(b.fsub(maximum, highest), unit))
-    other_factor = emit_exp2(b, b.fmul(b.fsub(other_maximum, highest), unit))
+    factor = emit_exp2(b, b.fsub(maximum, highest))
+    other_factor = emit_exp2(b, b.fsub(other_maximum, highest))
     return highest, b.fadd(b.fmul(total, factor), b.fmul(other_total, other_factor)), factor, other_factor
 
 
@@ -111,7 +109,7 @@ def emit_fold_row(b: Builder, row: Value, other: Value, count: Value, factor: Va
 
 
 @njit(nogil=True, error_model="numpy")
-def finish(tag: Any, sums: int, state: int, target: int, D: int, log_sum: int, unit: Any) -> None:
+def finish(tag: Any, sums: int, state: int, target: int, D: int, log_sum: int) -> None:
     """Divide by the sum of the weights and write, and the natural log-sum-exp at `log_sum` unless that is 0. Zeros and -inf without keys."""
     total = read_float(state + 4)
     if total == np.float32(0):
@@ -121,7 +119,7 @@ def finish(tag: Any, sums: int, state: int, target: int, D: int, log_sum: int, u
         return
     write_row(tag, sums, target, D, np.float32(1) / total, 0)
     if log_sum:
-        write_float(log_sum, np.float32(read_float(state) * unit * LN_2 + math.log(total)))
+        write_float(log_sum, np.float32(read_float(state) * LN_2 + math.log(total)))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -153,7 +151,6 @@ def deliver(
     out_head: int,
     lse: int,
     lse_row: int,
-    unit: Any,
 ) -> None:
     """Write what a tile found for one head of a query: the result itself, or a part of it."""
     if part:
@@ -163,7 +160,7 @@ def deliver(
         return
     row = read_int64(query + QUERY_ROW)
     log_sum = lse + row * lse_row + q_head * 4 if lse else 0
-    finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum, unit)
+    finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -180,7 +177,6 @@ def merge_if_last(
     out_head: int,
     lse: int,
     lse_row: int,
-    unit: Any,
 ) -> None:
     """Count a finished part of kv head `head` of a query; after the last one fold them all, in place, and write the result.
 
@@ -197,6 +193,6 @@ def merge_if_last(
     for q_head in range(head * G, head * G + G):
         sums, state = part_sums + (place * H + q_head) * D * 4, part_states + (place * H + q_head) * 8
         for part in range(1, parts):
-            fold(sums, state, sums + part * H * D * 4, state + part * H * 8, D, unit)
+            fold(sums, state, sums + part * H * D * 4, state + part * H * 8, D)
         log_sum = lse + row * lse_row + q_head * 4 if lse else 0
-        finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum, unit)
+        finish(tag, sums, state, out + row * out_row + q_head * out_head, D, log_sum)

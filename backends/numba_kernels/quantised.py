@@ -158,18 +158,3 @@ def _narrow_fp8(b: Builder, x: Value) -> Value:
     small = b.and_(b.bitcast(steps, VI), _integers(0xF))
     code = b.select(b.icmp_signed("<", magnitude, _integers(121 << 23)), small, normal)
     return b.or_(code, sign)
-
-
-@intrinsic
-def scale_vector(typing_context: Any, kind: Any, scores: Any, scales: Any, vectors: Any) -> Any:
-    """Multiply `vectors` * 16 float32 in place by as many others."""
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, scores, scales, vectors = arguments
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), vectors, ir.Constant(I64, 1), intp=I64) as (i, _):
-            at = b.shl(i, ir.Constant(I64, 6))
-            product = b.fmul(emit_load(b, b.add(scores, at), VF), emit_load(b, b.add(scales, at), VF))
-            emit_store(b, product, b.add(scores, at))
-        return context.get_dummy_value()
-
-    return types.void(kind, types.int64, types.int64, types.int64), generate

@@ -27,6 +27,7 @@ from llvmlite import ir
 from numba import types
 
 from backends.numba_kernels.parts import emit_fold_row, emit_fold_states
+from backends.numba_kernels.softmax import SLACK, emit_cap
 from backends.numba_kernels.vectors import (
     F32,
     I32,
@@ -39,7 +40,6 @@ from backends.numba_kernels.vectors import (
     cgutils,
     constant,
     emit_at,
-    emit_exp,
     emit_exp2,
     emit_fma,
     emit_load,
@@ -61,8 +61,6 @@ TILE_BYTES = 1024  # 16 rows of 64 bytes
 _I8 = ir.IntType(8)
 _POINTER = _I8.as_pointer()
 _HALVES = ir.VectorType(ir.IntType(16), 2 * LANES)
-# A maximum follows the scores only when they pass it by so much (base 2): sums hardly ever have to shrink, and weights stay under 256.
-_SLACK = 8.0
 
 
 def _tile(number: int) -> Value:
@@ -208,7 +206,7 @@ def fold_lanes(
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         sums, state, other_sums, other_state, rows, columns = arguments
         old, other = ([emit_load(b, emit_at(b, at, offset), VF) for offset in (0, 64)] for at in (state, other_state))
-        highest, total, factor, other_factor = emit_fold_states(b, old[0], other[0], old[1], other[1], constant(1.0))
+        highest, total, factor, other_factor = emit_fold_states(b, old[0], other[0], old[1], other[1])
         # What the other state holds is used up: it has room for the factors.
         for at, x in ((state, highest), (emit_at(b, state, 64), total)):
             emit_store(b, x, at)
@@ -369,7 +367,7 @@ def _emit_weigh(
                 if is_special:
                     keys = b.add(start_lanes, emit_splat(b, b.trunc(key, I32), VI))
                     is_seen = b.and_(b.icmp_signed(">=", keys, lowest), b.icmp_signed("<=", keys, highest))
-                    x = b.select(is_seen, _emit_cap(b, x, has_cap, wide_scale, wide_cap), constant(-math.inf))
+                    x = b.select(is_seen, emit_cap(b, x, has_cap, wide_scale, wide_cap), constant(-math.inf))
                 if is_special or is_scaled or together > 1:
                     emit_store(b, x, at)
                 b.store(emit_maximum(b, x, b.load(best)), best)
@@ -385,7 +383,7 @@ def _emit_weigh(
             turned = _lanes(b, highest_score, [lane ^ step for lane in range(LANES)])
             highest_score = emit_maximum(b, highest_score, turned)
     new = b.fmul(highest_score, factor)
-    new = b.select(b.fcmp_ordered(">", new, b.fadd(old, constant(_SLACK))), new, old)
+    new = b.select(b.fcmp_ordered(">", new, b.fadd(old, constant(SLACK))), new, old)
     minus_new = b.fneg(new)
 
     totals = [cgutils.alloca_once_value(b, constant(0.0)) for _ in range(num_vectors)]
@@ -435,24 +433,6 @@ def _emit_weigh(
 
 def _mask(chosen: list[bool]) -> Value:
     return ir.Constant(ir.VectorType(ir.IntType(1), LANES), [int(is_chosen) for is_chosen in chosen])
-
-
-def _emit_cap(b: Builder, score: Value, has_cap: Value, scale: Value, cap: Value) -> Value:
-    """cap * tanh(score * scale / cap) if there is a cap: tanh(y) = 1 - 2 / (exp(2 y) + 1), held where exp does not overflow."""
-    before = b.block
-    capping, after = b.append_basic_block("capping"), b.append_basic_block("capped")
-    b.cbranch(has_cap, capping, after)
-    b.position_at_end(capping)
-    y = b.fdiv(b.fmul(score, scale), cap)
-    y = b.select(b.fcmp_ordered(">", y, constant(20.0)), constant(20.0), y)
-    e = emit_exp(b, b.fadd(y, y))
-    bounded = b.fmul(cap, b.fsub(constant(1.0), b.fdiv(constant(2.0), b.fadd(e, constant(1.0)))))
-    b.branch(after)
-    b.position_at_end(after)
-    result = b.phi(VF)
-    result.add_incoming(score, before)
-    result.add_incoming(bounded, capping)
-    return result
 
 
 def _emit_pair(b: Builder, even: Value, odd: Value) -> Value:

@@ -48,7 +48,6 @@ F32 = ir.FloatType()
 VF, VI, VH = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I16, LANES)
 # 2 ** r on [-1/2, 1/2] with relative error 9e-8, exact at 0; fitted by reweighted least squares.
 _EXP2 = (0.6931469775957919, 0.24022242081005585, 0.05550733746587652, 0.009671512910237252, 0.0013264726891831723)
-_NEGATIVE = -1e30  # stands for minus infinity in running maxima: the difference of two infinities would be NaN
 
 
 class BFloat(ir.Type):  # type: ignore[misc]  # llvmlite has no types
@@ -183,7 +182,7 @@ def emit_prefetch(b: Builder, address: Value, *, to_write: bool = False) -> None
     b.call(function, [b.inttoptr(address, pointer), write, ir.Constant(I32, 2), ir.Constant(I32, 1)])
 
 
-def _multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: Value) -> Value:
+def emit_multiply_add(b: Builder, is_bf16: bool, total: Value, column: Value, word: Value) -> Value:
     """Add the products of one step: column, 16 words; word, one word for all lanes."""
     if not is_bf16:
         return emit_fma(b, b.bitcast(column, VF), b.bitcast(word, VF), total)
@@ -296,7 +295,7 @@ def _emit_tile(
     for r in range(rows):
         word = emit_splat(b, emit_load(b, b.add(a_rows[r], offset), I32), VI)
         for n in range(columns):
-            totals[r][n].add_incoming(_multiply_add(b, is_bf16, totals[r][n], columns_now[n], word), last)
+            totals[r][n].add_incoming(emit_multiply_add(b, is_bf16, totals[r][n], columns_now[n], word), last)
     step.add_incoming(b.add(step, ir.Constant(I64, 1)), last)
     b_row.add_incoming(b.add(b_row, b_stride), last)
     b.branch(head)
@@ -350,6 +349,21 @@ def _store_rows(b: Builder, rows: Sequence[Value], target: Value, stride: Value)
         target = b.add(target, stride)
 
 
+def emit_pairs(b: Builder, first: Value, second: Value, width: int) -> list[Value]:
+    """Load 16 * `width` bfloat16 at each of two addresses; return them in `width` vectors of words, those of `first` in the low halves."""
+    wide, half = ir.VectorType(I16, 2 * LANES), ir.Constant(VI, [16] * LANES)
+    words = []
+    for n in range(0, width - 1, 2):
+        low, high = (emit_load(b, emit_at(b, address, 32 * n), wide) for address in (first, second))
+        for start in (0, LANES):
+            order = [place for i in range(start, start + LANES) for place in (i, 2 * LANES + i)]
+            words.append(b.bitcast(b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * LANES), order)), VI))
+    if width % 2:
+        low, high = (b.zext(emit_load(b, emit_at(b, at, 32 * (width - 1)), VH), VI) for at in (first, second))
+        words.append(b.or_(low, b.shl(high, half)))
+    return words
+
+
 @intrinsic
 def pair_rows(typing_context: Any, first: Any, second: Any, target: Any, count: Any) -> Any:
     """Interleave two rows of `count` bfloat16 (a multiple of 16) into `count` words: first in the low half, second in the high."""
@@ -357,95 +371,18 @@ def pair_rows(typing_context: Any, first: Any, second: Any, target: Any, count: 
 
     def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
         first, second, target, count = arguments
-        with cgutils.for_range_slice(b, ir.Constant(I64, 0), count, ir.Constant(I64, LANES), intp=I64) as (i, _):
-            at = b.shl(i, ir.Constant(I64, 1))
-            low = b.zext(emit_load(b, b.add(first, at), VH), VI)
-            high = b.shl(b.zext(emit_load(b, b.add(second, at), VH), VI), ir.Constant(VI, [16] * LANES))
-            emit_store(b, b.or_(low, high), b.add(target, b.shl(i, ir.Constant(I64, 2))))
+
+        def pair(i: Value, width: int) -> None:
+            at = b.shl(i, I64(1))
+            for n, words in enumerate(emit_pairs(b, b.add(first, at), b.add(second, at), width)):
+                emit_store(b, words, emit_at(b, b.add(target, b.shl(i, I64(2))), 64 * n))
+
+        whole = b.and_(count, I64(-2 * LANES))
+        with cgutils.for_range_slice(b, I64(0), whole, I64(2 * LANES), intp=I64) as (i, _):
+            pair(i, 2)
+        with b.if_then(b.icmp_signed("!=", count, whole)):
+            pair(whole, 1)
         return context.get_dummy_value()
-
-    return signature, generate
-
-
-@intrinsic
-def weigh_row(
-    typing_context: Any,
-    tag: Any,
-    kind: Any,
-    scores: Any,
-    weights: Any,
-    vectors: Any,
-    first: Any,
-    last: Any,
-    scale: Any,
-    cap: Any,
-    state: Any,
-    value_scales: Any,
-) -> Any:
-    """One row of online softmax: scores (float32, `vectors` * 16) → weights exp(score - maximum) in the type of `tag`.
-
-    Scores outside first … last - 1 weigh zero. Scores are multiplied by `scale` and, if `cap` > 0, become cap * tanh(score / cap).
-    `state` is the address of the running (maximum, sum), updated. Returns the factor by which earlier sums must shrink. For a `kind` with
-    scales, the weights that are written (but not their sum) are multiplied by the float32 at `value_scales`.
-    """
-    signature = types.float32(tag, kind, *[types.int64] * 5, types.float32, types.float32, types.int64, types.int64)
-    is_bf16 = is_bfloat16(tag)
-    is_scaled = has_scales(kind)
-
-    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
-        _, _, scores, weights, vectors, first, last, scale, cap, state, value_scales = arguments
-        lanes = ir.Constant(VI, list(range(LANES)))
-        factor = emit_splat(b, scale, VF)
-        low = emit_splat(b, b.trunc(first, I32), VI)
-        high = emit_splat(b, b.trunc(last, I32), VI)
-        has_cap = b.fcmp_ordered(">", cap, ir.Constant(F32, 0.0))
-        limit = emit_splat(b, cap, VF)
-        old = emit_load(b, state, F32)
-        best = cgutils.alloca_once_value(b, emit_splat(b, old, VF))
-        zero, one = ir.Constant(I64, 0), ir.Constant(I64, 1)
-        with cgutils.for_range_slice(b, zero, vectors, one, intp=I64) as (i, _):
-            at = b.add(scores, b.shl(i, ir.Constant(I64, 6)))
-            x = b.fmul(emit_load(b, at, VF), factor)
-            plain = b.block
-            capped, after = b.append_basic_block("capped"), b.append_basic_block("after")
-            b.cbranch(has_cap, capped, after)
-            b.position_at_end(capped)
-            # tanh(y) = 1 - 2 / (exp(2 y) + 1), with the argument held where exp does not overflow.
-            y = b.fdiv(x, limit)
-            y = b.select(b.fcmp_ordered(">", y, constant(20.0)), constant(20.0), y)
-            e = emit_exp(b, b.fadd(y, y))
-            bounded = b.fmul(limit, b.fsub(constant(1.0), b.fdiv(constant(2.0), b.fadd(e, constant(1.0)))))
-            b.branch(after)
-            b.position_at_end(after)
-            score = b.phi(VF)
-            score.add_incoming(x, plain)
-            score.add_incoming(bounded, capped)
-            index = b.add(lanes, emit_splat(b, b.trunc(b.shl(i, ir.Constant(I64, 4)), I32), VI))
-            seen = b.and_(b.icmp_signed(">=", index, low), b.icmp_signed("<", index, high))
-            # Unseen scores become so small that exp gives exactly zero below, even if the maximum itself is _NEGATIVE.
-            score_seen = b.select(seen, score, constant(2 * _NEGATIVE))
-            emit_store(b, score_seen, at)
-            b.store(emit_maximum(b, score_seen, b.load(best)), best)
-        new = emit_reduce(b, b.load(best), lambda x, y: emit_maximum(b, x, y))
-        maximum = emit_splat(b, new, VF)
-        total = cgutils.alloca_once_value(b, constant(0.0))
-        with cgutils.for_range_slice(b, zero, vectors, one, intp=I64) as (i, _):
-            score = emit_load(b, b.add(scores, b.shl(i, ir.Constant(I64, 6))), VF)
-            weight = emit_exp(b, b.fsub(score, maximum))
-            weight = b.select(b.fcmp_ordered("<=", score, constant(1.5 * _NEGATIVE)), constant(0.0), weight)
-            b.store(b.fadd(b.load(total), weight), total)
-            if is_scaled:
-                weight = b.fmul(weight, emit_load(b, b.add(value_scales, b.shl(i, ir.Constant(I64, 6))), VF))
-            if is_bf16:
-                emit_store(b, emit_round_bf16(b, weight), b.add(weights, b.shl(i, ir.Constant(I64, 5))))
-            else:
-                emit_store(b, weight, b.add(weights, b.shl(i, ir.Constant(I64, 6))))
-        shrink = b.extract_element(emit_exp(b, b.fsub(emit_splat(b, old, VF), maximum)), ir.Constant(I32, 0))
-        emit_store(b, new, state)
-        sum_at = emit_at(b, state, 4)
-        added = emit_reduce(b, b.load(total), lambda x, y: b.fadd(x, y))
-        emit_store(b, b.fadd(b.fmul(emit_load(b, sum_at, F32), shrink), added), sum_at)
-        return shrink
 
     return signature, generate
 

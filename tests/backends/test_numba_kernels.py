@@ -21,10 +21,10 @@ from numba import njit
 from backends import numba_cpu
 from backends.kv_cache import KVCacheSpec
 from backends.numba_cpu import NumbaCpuBackend
-from backends.numba_kernels.attention import attend_kernel
+from backends.numba_kernels.attention import DIRECT_ROWS, attend_kernel
 from backends.numba_kernels.matrix_tiles import has_matrix_tiles
 from backends.numba_kernels.parts import PART_KEYS
-from backends.numba_kernels.vectors import keep
+from backends.numba_kernels.vectors import HAS_WIDE, keep
 from backends.numba_plan import TILE_ROWS, make_plan
 from tests.backends.steps import LSE_TOLERANCE, TOLERANCE, Shape, Step, assert_rows_agree, attend, expected, make_step
 
@@ -129,6 +129,36 @@ def test_a_prompt_in_chunks_and_decodes_gives_the_bits_of_the_prompt_as_a_whole(
                 max_seq_len=done,
             )
             chunk = replace(whole, meta=meta, q=whole.q[rows], k=whole.k[rows], v=whole.v[rows])
+            out, lse = attend(backend, chunk, layer)
+            assert torch.equal(out, wanted[rows])
+            assert torch.equal(lse, wanted_lse[rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_size", "block_size"), [(16, 16), (48, 4), (64, 7), (80, 16), (128, 32), (176, 16)])
+def test_rows_that_read_keys_where_they_lie_get_the_bits_of_those_that_lay_them_out(
+    head_size: int, block_size: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A query alone has few rows, a prompt has many: neither odd head sizes nor blocks of any size make a difference."""
+    monkeypatch.setattr(numba_cpu, "has_matrix_tiles", lambda: False)
+    backend = NumbaCpuBackend()
+    prompt = make_step(Shape(2 * 5, 2, head_size, block_size), [(70, 330)], dtype)
+    for options in ({}, {"window": 61}, {"soft_cap": 3.0}):
+        layer = prompt.layer(**options)
+        wanted, wanted_lse = attend(backend, prompt, layer)
+        assert 5 * len(prompt.q) > DIRECT_ROWS
+        for row, count in ((0, 1), (33, 2), (66, 3), (69, 1)):
+            rows = slice(row, row + count)
+            meta = replace(
+                prompt.meta,
+                query_start_loc=torch.tensor([0, count], dtype=torch.int32),
+                seq_lens=torch.tensor([260 + row + count], dtype=torch.int32),
+                slot_mapping=prompt.meta.slot_mapping[rows],
+                max_query_len=count,
+                max_seq_len=260 + row + count,
+            )
+            chunk = replace(prompt, meta=meta, q=prompt.q[rows], k=prompt.k[rows], v=prompt.v[rows])
+            assert 5 * count <= DIRECT_ROWS or not HAS_WIDE
             out, lse = attend(backend, chunk, layer)
             assert torch.equal(out, wanted[rows])
             assert torch.equal(lse, wanted_lse[rows])
