@@ -132,9 +132,14 @@ def emit_codes(b: Builder, facts: Kind, word: Value) -> list[Value]:
 
 def emit_halves(b: Builder, address: Value) -> Value:
     """Load 16 float16 as float32."""
+    return emit_widen_halves(b, emit_load(b, address, VH))
+
+
+def emit_widen_halves(b: Builder, halves: Value) -> Value:
+    """Turn the bits of 16 float16 into float32."""
     if HAS_HALF:
-        return b.fpext(emit_load(b, address, ir.VectorType(ir.HalfType(), LANES)), VF)
-    bits = b.zext(emit_load(b, address, VH), VI)
+        return b.fpext(b.bitcast(halves, ir.VectorType(ir.HalfType(), LANES)), VF)
+    bits = b.zext(halves, VI)
     magnitude = b.shl(b.and_(bits, _integers(0x7FFF)), _integers(13))
     number = b.bitcast(b.fmul(b.bitcast(magnitude, VF), constant(2.0**112)), VI)
     # An exponent of ones stays one.

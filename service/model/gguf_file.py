@@ -16,10 +16,10 @@ from gguf.constants import GGMLQuantizationType
 from numpy.typing import NDArray
 from torch import Tensor
 
-from backends.quantised_weights import BLOCK, BLOCK_BYTES, Format, QuantisedWeight
+from backends.quantised_weights import BLOCK, BLOCK_BYTES, QuantisedWeight
 from service.errors import ModelLoadError
 from service.model.config import DecoderConfig
-from service.model.dequantise import PLAIN_TYPES, dequantise
+from service.model.dequantise import BLOCK_FORMATS, PLAIN_TYPES, dequantise
 from service.model.gguf_header import read_gguf_header, release_pages
 from service.model.registry import Family
 from service.model.weights import TensorSpec
@@ -48,15 +48,6 @@ LAYER_NAMES: Mapping[str, str] = MappingProxyType(
         "gate_up": "ffn_up",  # where gate and up are one tensor, it has up's name
         "down": "ffn_down",
         "post_mlp_norm": "post_ffw_norm",
-    }
-)
-
-
-BLOCK_FORMATS: Mapping[GGMLQuantizationType, Format] = MappingProxyType(
-    {
-        GGMLQuantizationType.Q4_0: "q4_0",
-        GGMLQuantizationType.Q4_1: "q4_1",
-        GGMLQuantizationType.Q8_0: "q8_0",
     }
 )
 

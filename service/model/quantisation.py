@@ -12,9 +12,11 @@ Invariant: blocks of a file are never quantised a second time to as many or more
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
 import torch
+from torch import Tensor
 
 from backends.quantised_weights import BLOCK, Format, QuantisedWeight, quantise, stack
 
@@ -53,7 +55,18 @@ def _quantise(
     source: TensorSource, spec: TensorSpec, blocks: QuantisedWeight | None, target: Format
 ) -> QuantisedWeight:
     if blocks is not None:
-        return blocks if blocks.format == target else quantise(blocks, target)
+        return blocks if blocks.format == target else _integers(blocks, target)
     numbers = torch.empty(spec.shape, dtype=source.exact_dtype(spec.name))
     source.read(spec, numbers)
-    return quantise(numbers, target)
+    return _integers(numbers, target)
+
+
+def _integers(weight: Tensor | QuantisedWeight, target: Format) -> QuantisedWeight:
+    """Quantise with a compiled kernel where there is one; it gives the integers of `quantise`."""
+    found: QuantisedWeight | None = None
+    if target == "int8":
+        with suppress(ImportError):  # a machine without Numba
+            from backends.numba_blocks import quantise_rows
+
+            found = quantise_rows(weight)
+    return quantise(weight, target) if found is None else found

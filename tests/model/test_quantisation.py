@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,27 @@ def test_the_rows_of_blocks_are_put_in_order_like_their_numbers(tmp_path: Path) 
         weight = quantised_weight(source, specs, "stored", is_table=False)
         assert isinstance(weight, QuantisedWeight)
         assert torch.equal(weight.dequantise(), torch.cat(numbers))
+
+
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0, Kind.F32, Kind.BF16], ids=lambda kind: kind.name)
+def test_without_kernels_a_file_gives_the_same_numbers_and_integers(
+    kind: Kind, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = GgufFile(gguf_of(tmp_path, kind))
+    spec = TensorSpec("blk.1.ffn_up.weight", (96, 64))
+
+    def everything() -> list[Tensor]:
+        numbers = [torch.empty(spec.shape, dtype=dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+        for out in numbers:
+            source.read(spec, out)
+        weight = quantised_weight(source, [spec], "int8", is_table=False)
+        assert weight is not None
+        assert weight.scales is not None
+        return [*numbers, weight.data, weight.scales]
+
+    compiled = everything()
+    monkeypatch.setitem(sys.modules, "backends.numba_blocks", None)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(compiled, everything(), strict=True))
 
 
 # --- answers ---
