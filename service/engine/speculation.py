@@ -18,7 +18,7 @@ Invariant: what is proposed never changes an answer, only how many steps it take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import inf, log
 from typing import NamedTuple
 
 from service.config import SchedulerConfig
@@ -27,9 +27,10 @@ from service.engine.ngram import NgramIndex, continued
 # Drafts that count in a rate: the memory of a running average.
 RATE_WINDOW = 8
 SHARED_WINDOW = 64  # of the rates that new sequences begin with
-# Tokens without drafts until an n-gram is tried again although its rate says that it is not worth it.
+# Tokens without drafts until an n-gram is tried again, with one, although its rate says that it is not worth it: at least so many, and as many
+# as make these tries cost so small a part of the time. One that was right is followed by another at once.
 RETRY_AFTER = 32
-RETRY_DRAFTS = 2
+RETRY_SHARE = 0.01
 STEPS_AHEAD = 32  # made in a row until one waits for the tokens before it, to try
 WAITING_PAYS = (
     0.05  # tokens that drafts bring a sequence and step: about what making the step ahead would save of its time
@@ -107,6 +108,11 @@ class Rates:
         """Return the rate of drafts behind an n-gram of `length`."""
         return self._of_length[length]
 
+    @property
+    def best(self) -> float:
+        """The highest rate of any length."""
+        return max(self._of_length)
+
     def learn(self, length: int, num_drafts: int, num_confirmed: int) -> None:
         """Take in the fate of drafts: those behind the first wrong one were never judged."""
         num_judged = min(num_confirmed + 1, num_drafts)
@@ -131,27 +137,30 @@ class Drafter:
         self._rates = rates
         self.gain = gain  # confirmed drafts a step, a running average
         self._ngram = 0  # length of the one behind the drafts under way
-        self._tried_at = 0  # tokens there were when drafts were last proposed
+        self._tried_at: float = 0  # tokens there were when drafts were last proposed; -inf once all of them were right
 
     def propose(self, tokens: list[int], most: int, price: float) -> tuple[int, ...]:
         """Guess at most `most` next tokens, each at least as likely to be right as `price` says."""
+        self.gain -= self.gain / GAIN_WINDOW
+        may_retry = len(tokens) - self._tried_at >= max(RETRY_AFTER, price / RETRY_SHARE)
+        if not may_retry and self._rates.best < price:
+            return ()  # whatever is found is not worth trying
         self._index.read(tokens)
         place = self._index.find(tokens)
-        self.gain -= self.gain / GAIN_WINDOW
         if place is None:
             return ()
         position, self._ngram = place
-        count = min(most, worth(self._rates.of(self._ngram), price, most))
+        count = min(most, worth(self._rates.of(self._ngram), price, most) or int(may_retry))
         if not count:
-            if len(tokens) - self._tried_at < RETRY_AFTER:
-                return ()
-            count = min(most, RETRY_DRAFTS)
+            return ()
         self._tried_at = len(tokens)
         return continued(tokens, position, count)
 
     def learn(self, num_drafts: int, num_confirmed: int) -> int:
         """Take in the fate of the drafts proposed last; returns the length of the n-gram behind them."""
         self._rates.learn(self._ngram, num_drafts, num_confirmed)
+        if num_confirmed == num_drafts:
+            self._tried_at = -inf
         self.gain += num_confirmed / GAIN_WINDOW
         return self._ngram
 

@@ -13,7 +13,7 @@ from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, StepBatch, StepOutput
 from service.engine.core import BadStepOutput
 from service.engine.request import ChoiceAdvanced, CoreEvent, choice_seed
-from service.engine.speculation import RETRY_AFTER, STEPS_AHEAD, Load, Rates, Speculation, StepTime, worth
+from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Load, Rates, Speculation, StepTime, worth
 from service.errors import NonFiniteLogits
 from tests.engine.driver import SEED, CoreDriver
 from tests.engine.test_core_properties import Arrival, Scenario, arrivals
@@ -345,7 +345,27 @@ def test_wrong_drafts_switch_a_sequence_off_and_now_and_then_it_is_tried_again()
     while (batch := driver.step()) is not None:
         drafted.append(drafted[-1] + sum(drafts_of(batch)))
     late = drafted[-1] - drafted[-201]
-    assert 0 < late <= 2 * 200 / RETRY_AFTER + 2
+    assert 0 < late <= 200 / RETRY_AFTER + 1
+
+
+@pytest.mark.parametrize(("price", "pause"), [(0.1, RETRY_AFTER), (0.5, round(0.5 / RETRY_SHARE))])
+def test_tries_of_what_does_not_pay_are_as_rare_as_they_are_dear_and_follow_each_other_once_right(
+    price: float, pause: int
+) -> None:
+    speculation = Speculation(SchedulerConfig(speculation="ngram", max_ngram=1))
+    drafter = speculation.new_drafter()
+    tokens = [7] * 20
+    while drafts := speculation.propose(drafter, tokens, 100, price):
+        speculation.learn(drafter, len(drafts), 0)
+        tokens.append(7)
+    tried = len(tokens)
+    while not (drafts := speculation.propose(drafter, tokens, 100, price)):
+        tokens.append(7)
+    assert len(drafts) == 1
+    assert len(tokens) - tried == pytest.approx(pause, abs=1)
+    speculation.learn(drafter, 1, 1)
+    tokens.append(7)
+    assert len(speculation.propose(drafter, tokens, 100, price)) == 1
 
 
 def test_a_large_batch_drafts_only_what_is_sure() -> None:
