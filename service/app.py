@@ -28,6 +28,7 @@ from service.transports.server import TransportServer
 
 log = structlog.get_logger(__name__)
 
+OBJECTS_WORTH_A_COLLECTION = 500_000  # made since collection was switched off, less those that are gone already
 FAULT_DRAIN_S = 1.0  # after a fault every stream already has its error; this lets the last frames out
 
 
@@ -133,9 +134,7 @@ async def _serve_model(
         _leave(0)  # the step thread is inside a load that cannot be interrupted
     engine = await loading
     seat.fill(engine)
-    gc.collect()
-    gc.freeze()  # what was loaded stays; later collections need not walk it
-    gc.enable()
+    _keep_what_was_loaded()
     stats = engine.stats()
     log.info(
         "service.ready",
@@ -159,6 +158,18 @@ async def _serve_model(
     await engine.stop()
     log.info("service.stopped", reason="fault" if is_dead else "signal")
     return 1 if is_dead else 0
+
+
+def _keep_what_was_loaded() -> None:
+    """Begin to collect garbage again, and never walk what loading made: nearly all of it stays.
+
+    Of some 380,000 objects 7,000 are garbage and hold no memory to speak of, and to find them takes 0.1 s of a start. One that compiled kernels
+    leaves 1,100,000, half of them garbage.
+    """
+    if gc.get_count()[0] > OBJECTS_WORTH_A_COLLECTION:
+        gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 async def _load(config: Config, seat: EngineSeat, metrics: ServiceMetrics) -> Any:
