@@ -29,7 +29,6 @@ from backends.numba_kernels.compiling import source_key
 from backends.numba_kernels.key_vectors import FEW_ROWS, add_few, score_few
 from backends.numba_kernels.parts import (
     MAX_QUERIES,
-    NO_SCORE,
     NUM_TILES,
     PART_KEYS,
     QUERIES,
@@ -49,7 +48,7 @@ from backends.numba_kernels.parts import (
     merge_if_last,
 )
 from backends.numba_kernels.quantised import FP8, INT8, PLAIN, is_quantised, widen_row
-from backends.numba_kernels.softmax import ROW_KEYS, weigh_row
+from backends.numba_kernels.softmax import ROW_KEYS, STATE_BYTES, begin_row, end_row, weigh_row
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
@@ -140,7 +139,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     widened = 2 * KEYS * D * size if is_quantised(kind) else 0
     area = np.empty(
         64
-        + max_rows * (D * size + KEYS * (4 + size) + 2 * D * 4 + 16)
+        + max_rows * (D * size + KEYS * (4 + size) + 2 * D * 4 + 2 * STATE_BYTES)
         + 2 * KEYS * D * 4
         + 2 * PLACES_BYTES + KEYS * 8 + 2 * KEYS * 4
         + widened,
@@ -153,14 +152,14 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
     sums = scores + max_rows * KEYS * 4  # [rows, D] float32, of the part under way
     folded_sums = sums + max_rows * D * 4  # the same of the parts before it
     weights = folded_sums + max_rows * D * 4  # [rows, KEYS]
-    near = weights + max_rows * KEYS * size  # where this pass's keys lie, and
+    states = weights + max_rows * KEYS * size  # [rows, STATE_BYTES]
+    folded_states = states + max_rows * STATE_BYTES
+    near = folded_states + max_rows * STATE_BYTES  # where this pass's keys lie, and
     far = near + PLACES_BYTES  # those of the next
     wide_places = far + PLACES_BYTES  # [KEYS] int64 addresses
     scale_rows = wide_places + KEYS * 8  # [2, KEYS] float32
     wide_keys = scale_rows + 2 * KEYS * 4  # [KEYS, D]
     wide_values = wide_keys + widened // 2  # [KEYS, D]
-    states = wide_keys + widened  # [rows, 2] float32: maximum, sum
-    folded_states = states + max_rows * 8
     if is_quantised(kind):
         for t in range(KEYS):
             write_int64(wide_places + t * 8, wide_keys + t * D * size)
@@ -186,9 +185,17 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         is_folded = False
         for start in range(lowest // KEYS * KEYS, highest, KEYS):
             if start % PART_KEYS == 0 and start > lowest:
+                for r in range(rows):
+                    end_row(states + r * STATE_BYTES)
                 if is_folded:
                     for r in range(rows):
-                        fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D)
+                        fold(
+                            folded_sums + r * D * 4,
+                            folded_states + r * STATE_BYTES,
+                            sums + r * D * 4,
+                            states + r * STATE_BYTES,
+                            D,
+                        )
                 else:
                     sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
                     is_folded = True
@@ -250,7 +257,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
                 last = min(at + 1, highest) - start
                 shrink = weigh_row(
                     tag, kind, scores + r * KEYS * 4, weights + r * KEYS * size, first - start, last, scale, cap,
-                    states + r * 8, scale_rows,
+                    states + r * STATE_BYTES, scale_rows,
                 )  # fmt: skip
                 if shrink != np.float32(1):
                     scale_row(sums + r * D * 4, D, shrink)
@@ -279,11 +286,18 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             )
         g, own = 0, query
         for r in range(rows):
+            end_row(states + r * STATE_BYTES)
             if is_folded:
-                fold(folded_sums + r * D * 4, folded_states + r * 8, sums + r * D * 4, states + r * 8, D)
+                fold(
+                    folded_sums + r * D * 4,
+                    folded_states + r * STATE_BYTES,
+                    sums + r * D * 4,
+                    states + r * STATE_BYTES,
+                    D,
+                )
             found, state = (folded_sums, folded_states) if is_folded else (sums, states)
             deliver(
-                tag, header, own, head * G + g, part, G * Hkv, D, found + r * D * 4, state + r * 8,
+                tag, header, own, head * G + g, part, G * Hkv, D, found + r * D * 4, state + r * STATE_BYTES,
                 out, out_row, out_head, lse, lse_row,
             )  # fmt: skip
             g += 1
@@ -301,8 +315,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
 def _clear(sums: int, states: int, rows: int, D: int) -> None:
     """Begin a part."""
     for r in range(rows):
-        write_float(states + r * 8, np.float32(NO_SCORE))
-        write_float(states + r * 8 + 4, np.float32(0))
+        begin_row(states + r * STATE_BYTES)
     for d in range(0, rows * D * 4, 8):
         write_int64(sums + d, 0)
 

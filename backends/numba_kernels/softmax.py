@@ -12,6 +12,7 @@ from typing import Any
 from llvmlite import ir
 from numba import types
 
+from backends.numba_kernels.parts import NO_SCORE
 from backends.numba_kernels.vectors import (
     F32,
     HAS_BF16_DOT,
@@ -43,6 +44,8 @@ VECTORS = 4
 ROW_KEYS = VECTORS * LANES
 # A maximum follows the scores only when they pass it by so much (base 2): sums hardly ever have to shrink, and weights stay under 256.
 SLACK = 8.0
+# The state of a row: its maximum, room for its sum, and what each lane has summed up so far. Lanes are added at the end alone.
+TOTALS_AT, STATE_BYTES = 64, 128
 
 
 def emit_cap(b: Builder, score: Value, has_cap: Value, scale: Value, cap: Value) -> Value:
@@ -80,8 +83,7 @@ def weigh_row(
     """One row of online softmax: scores (ROW_KEYS float32) → weights in the type of `tag`.
 
     Scores outside first … last - 1 weigh zero, whatever stands there. The others are multiplied by `scale` > 0 and, if `cap` > 0, become
-    cap * tanh(score / cap). `state` is the address of the running (maximum, sum), updated. Returns the factor by which earlier sums must
-    shrink. For a `kind` with scales, `scales` is the address of ROW_KEYS float32 that multiply the scores, and as many that multiply
+    cap * tanh(score / cap). `state` (see `begin_row`) is updated. Returns the factor by which earlier sums must shrink. For a `kind` with scales, `scales` is the address of ROW_KEYS float32 that multiply the scores, and as many that multiply
     the weights that are written (but not their sum).
     """
     signature = types.float32(tag, kind, *[types.int64] * 4, types.float32, types.float32, *[types.int64] * 2)
@@ -134,18 +136,33 @@ def _emit_weigh(
             keys = ir.Constant(VI, [LANES * v + lane for lane in range(LANES)])
             is_seen = b.and_(b.icmp_signed(">=", keys, low), b.icmp_signed("<", keys, high))
             x[v] = b.select(is_seen, emit_cap(b, x[v], has_cap, wide_scale, wide_cap), constant(-math.inf))
-    best = emit_maximum(b, emit_maximum(b, x[0], x[1]), emit_maximum(b, x[2], x[3]))
-    highest = b.fmul(emit_reduce(b, best, lambda one, other: emit_maximum(b, one, other)), factor)
     old = emit_load(b, state, F32)
-    rises = b.fcmp_ordered(">", highest, b.fadd(old, ir.Constant(F32, SLACK)))
-    new = b.select(rises, highest, old)
+    old_totals = emit_load(b, emit_at(b, state, TOTALS_AT), VF)
+    best = emit_maximum(b, emit_maximum(b, x[0], x[1]), emit_maximum(b, x[2], x[3]))
+    limit = emit_splat(b, b.fadd(old, ir.Constant(F32, SLACK)), VF)
+    passes = b.bitcast(b.fcmp_ordered(">", b.fmul(best, emit_splat(b, factor, VF)), limit), ir.IntType(LANES))
+    before = b.block
+    rising, after = b.append_basic_block("rising"), b.append_basic_block("risen")
+    b.cbranch(b.icmp_unsigned("!=", passes, ir.IntType(LANES)(0)), rising, after)
+    b.position_at_end(rising)
+    highest = b.fmul(emit_reduce(b, best, lambda one, other: emit_maximum(b, one, other)), factor)
+    smaller = emit_exp2(b, emit_splat(b, b.fsub(old, highest), VF))
+    shrunk_totals, shrink_here = b.fmul(old_totals, smaller), b.extract_element(smaller, I32(0))
+    emit_store(b, highest, state)
+    b.branch(after)
+    b.position_at_end(after)
+    new, shrink, totals = b.phi(F32), b.phi(F32), b.phi(VF)
+    for result, kept, risen in (
+        (new, old, highest),
+        (shrink, F32(1.0), shrink_here),
+        (totals, old_totals, shrunk_totals),
+    ):
+        result.add_incoming(kept, before)
+        result.add_incoming(risen, rising)
     wide_factor, minus_new = emit_splat(b, factor, VF), emit_splat(b, b.fneg(new), VF)
     weighed = [emit_exp2(b, emit_fma(b, score, wide_factor, minus_new)) for score in x]
-    added = emit_reduce(
-        b,
-        b.fadd(b.fadd(b.fadd(weighed[0], weighed[1]), weighed[2]), weighed[3]),
-        lambda one, other: b.fadd(one, other),
-    )
+    added = b.fadd(b.fadd(weighed[0], weighed[1]), b.fadd(weighed[2], weighed[3]))
+    emit_store(b, b.fadd(totals, added), emit_at(b, state, TOTALS_AT))
     if is_scaled:
         value_scales = emit_at(b, scales, 4 * ROW_KEYS)
         weighed = [b.fmul(w, emit_load(b, emit_at(b, value_scales, 64 * v), VF)) for v, w in enumerate(weighed)]
@@ -158,17 +175,29 @@ def _emit_weigh(
     else:
         for v, weight in enumerate(weighed):
             emit_store(b, emit_round_bf16(b, weight), emit_at(b, weights, 32 * v))
-    before = b.block
-    rising, after = b.append_basic_block("rising"), b.append_basic_block("risen")
-    b.cbranch(rises, rising, after)
-    b.position_at_end(rising)
-    smaller = b.extract_element(emit_exp2(b, emit_splat(b, b.fsub(old, new), VF)), I32(0))
-    b.branch(after)
-    b.position_at_end(after)
-    shrink = b.phi(F32)
-    shrink.add_incoming(ir.Constant(F32, 1.0), before)
-    shrink.add_incoming(smaller, rising)
-    total_at = emit_at(b, state, 4)
-    emit_store(b, new, state)
-    emit_store(b, b.fadd(b.fmul(emit_load(b, total_at, F32), shrink), added), total_at)
     return shrink
+
+
+@intrinsic
+def begin_row(typing_context: Any, state: Any) -> Any:
+    """Begin the state of a row that has seen no key."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        emit_store(b, F32(NO_SCORE), arguments[0])
+        emit_store(b, constant(0.0), emit_at(b, arguments[0], TOTALS_AT))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
+
+
+@intrinsic
+def end_row(typing_context: Any, state: Any) -> Any:
+    """Put the sum of a row's weights behind its maximum, as `parts` wants it."""
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        totals = emit_load(b, emit_at(b, arguments[0], TOTALS_AT), VF)
+        total = emit_reduce(b, totals, lambda one, other: b.fadd(one, other))
+        emit_store(b, total, emit_at(b, arguments[0], 4))
+        return context.get_dummy_value()
+
+    return types.void(types.int64), generate
