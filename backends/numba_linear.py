@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from backends.huge_pages import empty_weight
 from backends.numba_kernels.activations import GELU_TANH, NONE, SILU
 from backends.numba_kernels.linear import PANEL, linear_kernel
 from backends.numba_kernels.linear_tiles import STEP_WORDS, linear_tiles_kernel
@@ -143,7 +144,7 @@ def _kernel(K: int, has_tiles: bool) -> Kernel:
 def _pack(weight: Tensor, distance: int = 0) -> Tensor:
     """Rearrange weight [N, K] into panels, see `numba_kernels.packing`."""
     N, K = weight.shape
-    packed = torch.empty(N * K, dtype=torch.bfloat16)
+    packed = empty_weight(N * K * 2).view(torch.bfloat16)
     weight = weight.contiguous()
     pack_kernel().launch(torch.get_num_threads(), weight.data_ptr(), K * 2, packed.data_ptr(), N, K // 2, distance)
     return packed

@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from backends.huge_pages import empty_weight
 from backends.numba_kernels.activations import NONE
 from backends.numba_kernels.group_kinds import KINDS
 from backends.numba_kernels.linear_quantised import quantised_linear_kernel
@@ -52,9 +53,7 @@ class Strips:
         self._format = weight.format
         self._units = K // BLOCK
         self._strip_bytes = self._units * kind.unit_bytes + kind.tail_bytes
-        memory = torch.empty(self.count * self._strip_bytes + 64, dtype=torch.uint8)
-        skipped = -memory.data_ptr() % 64
-        self.packed = memory[skipped : skipped + self.count * self._strip_bytes]
+        self.packed = empty_weight(self.count * self._strip_bytes)
         for first in range(0, self.count, 64):
             self._pack(weight, first, min(first + 64, self.count))
         self._look_up = row_kernel(weight.format).start
