@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from backends.huge_pages import empty_weight
+
 
 def best_times(contenders: Mapping[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """Run all contenders in turn, `rounds` times after one warm-up; return the best seconds of each."""
@@ -33,7 +35,7 @@ def read_bandwidth(num_bytes: int = 1 << 28) -> float:
 
     torch's sum is slower than memory on some machines; a compiled loop that only combines integers is not.
     """
-    numbers = torch.ones(num_bytes // 8, dtype=torch.int64)
+    numbers = empty_weight(num_bytes // 8 * 8).view(torch.int64).fill_(1)  # where weights lie
     words, singles = numbers.numpy(), numbers.view(torch.float32)
     num_threads = torch.get_num_threads()
     best = best_times({"sum": singles.sum, "combine": lambda: _combine(words, num_threads)}, rounds=9)
