@@ -38,7 +38,7 @@ from allocator import AllocatorError, BlockPool, Match, OutOfBlocks, QuotaExceed
 from service.config import SchedulerConfig
 from service.engine.prefixes import Prefixes
 from service.engine.request import Rank, Sequence
-from service.engine.speculation import Load, Speculation
+from service.engine.speculation import Speculation
 
 PASS_LIMIT = 16  # sequences
 PASS_AGE_S = 2.0  # seconds
@@ -298,10 +298,8 @@ class Scheduler:
 
     def _add_drafts(self, speculation: Speculation, grants: list[Grant], copies: list[tuple[int, int]]) -> None:
         """Give decodes drafts, and the drafts slots, from what is left of the budget and the pool."""
-        num_tokens = sum(grant.num_tokens for grant in grants)
-        num_samples = sum(grant.num_tokens == grant.sequence.num_remaining for grant in grants)
-        left = self._budget - num_tokens
-        price = speculation.price(Load(num_tokens, num_samples))
+        left = self._budget - sum(grant.num_tokens for grant in grants)
+        price = speculation.price(len(self.running))
         for sequence, _ in grants:
             if left <= 0 or price >= 1.0:
                 return
@@ -334,7 +332,7 @@ class Scheduler:
         if self.speculation is None:
             return False
         drafters = [sequence.drafter for sequence in self.running if sequence.num_output or sequence.num_foreseen]
-        return self.speculation.should_wait(Load(len(self.running), len(drafters)), drafters)
+        return self.speculation.should_wait(len(self.running), drafters)
 
     # ── Counts ───────────────────────────────────────────────────────────────────────────────────
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, log
-from typing import NamedTuple
 
 from service.config import SchedulerConfig
 from service.engine.ngram import NgramIndex, continued
@@ -120,13 +119,6 @@ class Rates:
         self._of_length[length] += weight * (num_confirmed / num_judged - self._of_length[length])
 
 
-class Load(NamedTuple):
-    """What a step does before it is given drafts."""
-
-    num_tokens: int
-    num_samples: int
-
-
 class Drafter:
     """What is known of one sequence: its n-grams, and how far they can be trusted."""
 
@@ -183,12 +175,12 @@ class Speculation:
         """Return what a sequence that is about to decode needs; it begins with the rates of those before it."""
         return Drafter(self._min_ngram, self._max_ngram, self._rates.copy(RATE_WINDOW), self._gain)
 
-    def should_wait(self, load: Load, drafters: Sequence[Drafter | None]) -> bool:
+    def should_wait(self, num_sequences: int, drafters: Sequence[Drafter | None]) -> bool:
         """Say whether the next step should not be made ahead, for the sake of drafts. `drafters` of the sequences that decode; None: new.
 
         Call it once for each step that may be made ahead.
         """
-        if not drafters or self.price(load) >= 1.0:
+        if not drafters or self.price(num_sequences) >= 1.0:
             return False
         gain = sum(self._gain if drafter is None else drafter.gain for drafter in drafters) / len(drafters)
         self._num_ahead += 1
@@ -197,13 +189,17 @@ class Speculation:
         self._num_ahead = 0
         return True
 
-    def price(self, load: Load) -> float:
-        """Return what a draft adds to the time of a step, in tokens that the step brings in that time; 1 and more: nothing pays."""
-        expected_s = self._step_time.expected_s(load.num_tokens)
+    def price(self, num_sequences: int) -> float:
+        """Return what a draft adds to the time of a step, in tokens that steps of so many decodes bring in that time; 1 and more: nothing pays.
+
+        What a draft that was right saves is a later decode of its sequence. So prompts that are computed beside it make no difference: they take
+        their time with drafts and without.
+        """
+        expected_s = self._step_time.expected_s(num_sequences)
         slope = self._step_time.slope
         if expected_s <= 0.0:
-            return ASSUMED_SLOPE * load.num_samples / (1.0 + ASSUMED_SLOPE * load.num_tokens)
-        return max(LEAST_PRICE, slope * load.num_samples / expected_s)
+            return ASSUMED_SLOPE * num_sequences / (1.0 + ASSUMED_SLOPE * num_sequences)
+        return max(LEAST_PRICE, slope * num_sequences / expected_s)
 
     def propose(self, drafter: Drafter, tokens: list[int], room: int, price: float) -> tuple[int, ...]:
         """Return at most `room` drafts for the sequence of `tokens`; empty where none are worth their `price`."""

@@ -13,7 +13,7 @@ from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, StepBatch, StepOutput
 from service.engine.core import BadStepOutput
 from service.engine.request import ChoiceAdvanced, CoreEvent, choice_seed
-from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Load, Rates, Speculation, StepTime, worth
+from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Rates, Speculation, StepTime, worth
 from service.errors import NonFiniteLogits
 from tests.engine.driver import SEED, CoreDriver
 from tests.engine.test_core_properties import Arrival, Scenario, arrivals
@@ -373,12 +373,9 @@ def test_a_large_batch_drafts_only_what_is_sure() -> None:
     for _ in range(200):
         for num_tokens in (1, 4, 9, 32, 64):
             speculation.observe(num_tokens, 0.010 + 0.0005 * num_tokens)
-    alone = speculation.price(Load(num_tokens=1, num_samples=1))
-    crowd = speculation.price(Load(num_tokens=64, num_samples=64))
-    beside_prefill = speculation.price(Load(num_tokens=512, num_samples=1))
+    alone, crowd = speculation.price(1), speculation.price(64)  # whatever prompts are computed in the same step
     assert alone == pytest.approx(0.0005 / 0.0105, rel=0.05)
     assert crowd == pytest.approx(64 * 0.0005 / 0.042, rel=0.05)
-    assert beside_prefill < alone
     tokens, counts = [*CYCLE * 2], {}
     for name, price in (("alone", alone), ("crowd", crowd)):
         counts[name] = len(speculation.propose(speculation.new_drafter(), tokens, 100, price))
@@ -387,15 +384,18 @@ def test_a_large_batch_drafts_only_what_is_sure() -> None:
 
 def test_steps_wait_for_tokens_to_draft_from_only_while_drafts_bring_something() -> None:
     speculation = Speculation(SchedulerConfig(speculation="ngram"))
-    load = Load(num_tokens=2, num_samples=2)
     hopeful, hopeless = speculation.new_drafter(), speculation.new_drafter()
     hopeless.gain = 0.01
-    assert speculation.should_wait(load, [hopeful, hopeless])
-    assert speculation.should_wait(load, [None])
-    assert not speculation.should_wait(load, [])
-    assert not speculation.should_wait(Load(num_tokens=500, num_samples=1000), [hopeful])
-    waits = [speculation.should_wait(load, [hopeless, hopeless]) for _ in range(10 * (STEPS_AHEAD + 1))]
+    assert speculation.should_wait(2, [hopeful, hopeless])
+    assert speculation.should_wait(2, [None])
+    assert not speculation.should_wait(2, [])
+    waits = [speculation.should_wait(2, [hopeless, hopeless]) for _ in range(10 * (STEPS_AHEAD + 1))]
     assert sum(waits) == 10
+    for _ in range(100):  # every token takes as long as if it were alone, and longer
+        speculation.observe(1, 0.001)
+        speculation.observe(64, 0.1)
+    assert speculation.price(2) >= 1.0
+    assert not speculation.should_wait(2, [hopeful])
 
 
 def test_a_text_that_begins_to_repeat_itself_late_is_noticed() -> None:
