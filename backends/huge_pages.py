@@ -1,7 +1,7 @@
 """Memory for what every step reads from end to end: weights. It lies in huge pages where the system grants them.
 
 A weight of a small model is smaller than a huge page (2 MiB), so weights share chunks. With small pages, streaming them costs a walk of the
-page tables every 4 KiB: a decode step of one sequence took 1.09 times as long in bfloat16, 1.07 in four bits (Zen 4).
+page tables every 4 KiB: a decode step of one sequence took 1.08 times as long in bfloat16, 1.04 in four bits (Zen 4).
 
 Invariant: a chunk lives as long as a tensor in it, and no byte belongs to two tensors.
 """

@@ -185,18 +185,8 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         is_folded = False
         for start in range(lowest // KEYS * KEYS, highest, KEYS):
             if start % PART_KEYS == 0 and start > lowest:
-                for r in range(rows):
-                    end_row(states + r * STATE_BYTES)
-                if is_folded:
-                    for r in range(rows):
-                        fold(
-                            folded_sums + r * D * 4,
-                            folded_states + r * STATE_BYTES,
-                            sums + r * D * 4,
-                            states + r * STATE_BYTES,
-                            D,
-                        )
-                else:
+                _end_part(sums, states, folded_sums, folded_states, rows, D, is_folded)
+                if not is_folded:
                     sums, folded_sums, states, folded_states = folded_sums, sums, folded_states, states
                     is_folded = True
                 _clear(sums, states, rows, D)
@@ -284,18 +274,10 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             _multiply(
                 tag, rows, weights, KEYS * size, values, D * 4, sums, D * 4, D // 16, vectors * 16 * size // 4, True
             )
+        _end_part(sums, states, folded_sums, folded_states, rows, D, is_folded)
+        found, state = (folded_sums, folded_states) if is_folded else (sums, states)
         g, own = 0, query
         for r in range(rows):
-            end_row(states + r * STATE_BYTES)
-            if is_folded:
-                fold(
-                    folded_sums + r * D * 4,
-                    folded_states + r * STATE_BYTES,
-                    sums + r * D * 4,
-                    states + r * STATE_BYTES,
-                    D,
-                )
-            found, state = (folded_sums, folded_states) if is_folded else (sums, states)
             deliver(
                 tag, header, own, head * G + g, part, G * Hkv, D, found + r * D * 4, state + r * STATE_BYTES,
                 out, out_row, out_head, lse, lse_row,
@@ -318,6 +300,16 @@ def _clear(sums: int, states: int, rows: int, D: int) -> None:
         begin_row(states + r * STATE_BYTES)
     for d in range(0, rows * D * 4, 8):
         write_int64(sums + d, 0)
+
+
+@njit(nogil=True, error_model="numpy")
+def _end_part(sums: int, states: int, folded_sums: int, folded_states: int, rows: int, D: int, is_folded: bool) -> None:
+    """Complete the states of a part, and fold it into those before it if there are any."""
+    for r in range(rows):
+        state = states + r * STATE_BYTES
+        end_row(state)
+        if is_folded:
+            fold(folded_sums + r * D * 4, folded_states + r * STATE_BYTES, sums + r * D * 4, state, D)
 
 
 @njit(nogil=True, error_model="numpy")

@@ -90,19 +90,18 @@ def _emit_scores(
     widen = ir.Constant(VI, [i % (LANES // 2) for i in range(LANES)])
     whole = b.and_(words, I64(-LANES))
 
-    def add(totals: list[Value], keys: list[Value], word: Value, count: int) -> list[Value]:
-        """Add the products of `count` words behind `word`."""
+    def add(totals: list[Value], keys: list[Value], word: Value, count: int) -> None:
+        """Add the products of `count` words behind `word` to what stands in `totals`."""
         at = b.shl(word, I64(2))
         if count == LANES:
             columns = emit_transpose(b, [emit_load(b, b.add(key, at), VI) for key in keys])
         else:
             halves = [emit_load(b, b.add(key, at), narrow) for key in keys]
             columns = emit_transpose(b, [b.shuffle_vector(half, half, widen) for half in halves])
-        for step in range(count):
-            for r, row in enumerate(query_rows):
+        for step, column in enumerate(columns[:count]):
+            for total, row in zip(totals, query_rows, strict=True):
                 factor = emit_splat(b, emit_load(b, emit_at(b, b.add(row, at), 4 * step), I32), VI)
-                totals[r] = emit_multiply_add(b, is_bf16, totals[r], columns[step], factor)
-        return totals
+                b.store(emit_multiply_add(b, is_bf16, b.load(total), column, factor), total)
 
     with cgutils.for_range_slice(b, I64(0), groups, I64(1), intp=I64) as (group, _):
         own = b.add(sources, b.shl(group, I64(7)))
@@ -110,20 +109,15 @@ def _emit_scores(
         totals = [cgutils.alloca_once(b, VF) for _ in range(rows)]
         for total in totals:
             b.store(constant(0.0), total)
-
-        def add_here(word: Value, count: int, totals: list[Value] = totals, keys: list[Value] = keys) -> None:
-            for total, value in zip(totals, add([b.load(total) for total in totals], keys, word, count), strict=True):
-                b.store(value, total)
-
         with cgutils.for_range_slice(b, I64(0), whole, I64(LANES), intp=I64) as (word, _):
             offset = b.shl(word, I64(2))
             with b.if_then(b.icmp_signed("<", offset, length)):
                 for i in range(LANES):
                     asked = emit_load(b, emit_at(b, b.add(following, b.shl(group, I64(7))), 8 * i), I64)
                     emit_prefetch(b, b.add(asked, offset))
-            add_here(word, LANES)
+            add(totals, keys, word, LANES)
         with b.if_then(b.icmp_signed("!=", words, whole)):
-            add_here(whole, LANES // 2)
+            add(totals, keys, whole, LANES // 2)
         target = b.add(scores, b.shl(group, I64(6)))
         for total, row in zip(totals, _rows_at(b, target, score_stride, rows), strict=True):
             emit_store(b, b.load(total), row)

@@ -83,8 +83,9 @@ def weigh_row(
     """One row of online softmax: scores (ROW_KEYS float32) → weights in the type of `tag`.
 
     Scores outside first … last - 1 weigh zero, whatever stands there. The others are multiplied by `scale` > 0 and, if `cap` > 0, become
-    cap * tanh(score / cap). `state` (see `begin_row`) is updated. Returns the factor by which earlier sums must shrink. For a `kind` with scales, `scales` is the address of ROW_KEYS float32 that multiply the scores, and as many that multiply
-    the weights that are written (but not their sum).
+    cap * tanh(score / cap). `state` (see `begin_row`) is updated. Returns the factor by which earlier sums must shrink.
+    For a `kind` with scales, `scales` is the address of ROW_KEYS float32 that multiply the scores, and as many that multiply the weights that
+    are written (but not their sum).
     """
     signature = types.float32(tag, kind, *[types.int64] * 4, types.float32, types.float32, *[types.int64] * 2)
     is_bf16, is_scaled = is_bfloat16(tag), has_scales(kind)

@@ -351,7 +351,7 @@ def _store_rows(b: Builder, rows: Sequence[Value], target: Value, stride: Value)
 
 def emit_pairs(b: Builder, first: Value, second: Value, width: int) -> list[Value]:
     """Load 16 * `width` bfloat16 at each of two addresses; return them in `width` vectors of words, those of `first` in the low halves."""
-    wide, half = ir.VectorType(I16, 2 * LANES), ir.Constant(VI, [16] * LANES)
+    wide = ir.VectorType(I16, 2 * LANES)
     words = []
     for n in range(0, width - 1, 2):
         low, high = (emit_load(b, emit_at(b, address, 32 * n), wide) for address in (first, second))
@@ -360,7 +360,7 @@ def emit_pairs(b: Builder, first: Value, second: Value, width: int) -> list[Valu
             words.append(b.bitcast(b.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, 2 * LANES), order)), VI))
     if width % 2:
         low, high = (b.zext(emit_load(b, emit_at(b, at, 32 * (width - 1)), VH), VI) for at in (first, second))
-        words.append(b.or_(low, b.shl(high, half)))
+        words.append(b.or_(low, b.shl(high, ir.Constant(VI, [16] * LANES))))
     return words
 
 
