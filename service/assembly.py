@@ -37,6 +37,10 @@ Report = Callable[[str], None]
 # Tokens of a step that no stream waits for, by default. On a CPU more gain nothing, since reading the weights is then a few hundredths of
 # the step, and whoever arrives meanwhile waits for its end (ops/bench/README.md, "Prompts alone").
 PREFILL_BUDGETS = {"cpu": 1024, "cuda": 2048}
+# Tokens of prompts from which on more in one step are computed no faster: products wait for the processor, not for the weights. On a GPU
+# that is more than prompts usually have.
+SATURATING_TOKENS = 64
+SATURATING_TOKENS_ON_TILES = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +139,11 @@ def scheduling(scheduler: SchedulerConfig, device: DeviceInfo, dtype: torch.dtyp
     if scheduler.prefill_budget is None:
         default = PREFILL_BUDGETS[device.kind]
         scheduler = replace(scheduler, prefill_budget=max(default, scheduler.token_budget))
+    if scheduler.saturating_tokens is None and device.kind == "cpu":
+        from backends.numba_kernels.matrix_tiles import has_matrix_tiles
+
+        most = SATURATING_TOKENS_ON_TILES if has_matrix_tiles() else SATURATING_TOKENS
+        scheduler = replace(scheduler, saturating_tokens=most)
     if scheduler.overlap is None:
         # Where every core computes, the loop's work slows the step that it overlaps by as much as it saves between steps.
         has_core_left = torch.get_num_threads() < _num_processors()

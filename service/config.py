@@ -66,6 +66,9 @@ class SchedulerConfig(Section, frozen=True, kw_only=True):
     prefill_budget: Positive | None = (
         None  # tokens of a step in which no stream waits for a token; None: 1024, on a GPU 2048, at least `token_budget`
     )
+    saturating_tokens: Positive | None = (
+        None  # of prompts: a step with so many takes no further one; None: 64 on a CPU, with matrix tiles 256, on a GPU as many as fit
+    )
     max_waiting: Positive = 1024  # requests in the queue before new ones get 429
     long_prefill_share: Annotated[float, Meta(gt=0.0, le=1.0)] = 0.5  # of the budget, for one prompt, while others wait
     # Guess tokens from a sequence's own past; verify them together. "auto": on a CPU in bfloat16, where a row's bits depend on no other.

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from backends.interface import DeviceInfo
+from backends.numba_kernels import matrix_tiles
 from service.assembly import scheduling
 from service.config import SchedulerConfig
 
@@ -23,6 +24,18 @@ def test_the_budget_without_streams_is_the_device_s_unless_given_and_never_below
 ) -> None:
     decided = scheduling(SchedulerConfig(token_budget=token_budget, prefill_budget=given), DeviceInfo(kind=kind), BF16)
     assert decided.prefill_budget == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "has_tiles", "given", "expected"),
+    [("cpu", False, None, 64), ("cpu", True, None, 256), ("cpu", True, 100, 100), ("cuda", False, None, None)],
+)
+def test_prompts_share_a_step_until_they_keep_the_processor_busy(
+    kind: str, has_tiles: bool, given: int | None, expected: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matrix_tiles, "has_matrix_tiles", lambda: has_tiles)
+    decided = scheduling(SchedulerConfig(saturating_tokens=given), DeviceInfo(kind=kind), BF16)
+    assert decided.saturating_tokens == expected
 
 
 def test_steps_overlap_on_a_gpu_unless_told_otherwise() -> None:

@@ -13,7 +13,8 @@ Policy, in the order in which `schedule` applies it. "Before" is by rank: priori
    the budget, so that all decodes fit into one step.
 3. *Prefill.* The rest of the budget goes to prompts. While several wait, those longer than `long_prefill_share` of it share that part,
    first come first served, and the short ones take the other part, so that a short prompt never waits for the whole of a long one.
-   What is left over goes to the long ones again: the cap costs nothing.
+   What is left over goes to the long ones again: the cap costs nothing. Once either part holds `saturating_tokens`, which keep the
+   processor busy, it takes no further prompt: more at once would not be computed sooner, and the first would wait for the last.
 4. *Admission* takes the blocks for all tokens a sequence has, in one step with its cache hits, if the pool then still has headroom:
    4^k blocks of growth for it and for each running sequence, where k counts its preemptions (never more than they can use). So each
    preemption makes the next less likely, and after log4(blocks of a sequence) of them it comes back only when all can run to their
@@ -67,6 +68,7 @@ class Scheduler:
         self._budget = config.token_budget
         self._prefill_budget = max(config.token_budget, config.prefill_budget or 0)
         self._long_share = config.long_prefill_share
+        self._saturation = config.saturating_tokens or self._prefill_budget
         self._pool = pool
         self._prefixes = prefixes
         self.max_running = min(config.max_num_seqs, config.token_budget)
@@ -199,14 +201,18 @@ class Scheduler:
         # Under contention a token is always left for another one.
         cap = max(1, min(int(self._long_share * left), left - (self._long_share < 1.0))) if is_contended else left
         long_left = cap
+        num_short = num_long = 0  # tokens of prompts up to `cap`, and of longer ones
         chunks: dict[Sequence, int] = {}
 
         def grant(sequence: Sequence) -> None:
-            nonlocal left, long_left
+            nonlocal left, long_left, num_short, num_long
             chunk = min(sequence.num_remaining, left)
             if sequence.num_remaining > cap:
                 chunk = min(chunk, max(1, long_left))
                 long_left -= chunk
+                num_long += chunk
+            else:
+                num_short += chunk
             if chunk:
                 chunks[sequence] = chunk
                 left -= chunk
@@ -214,27 +220,32 @@ class Scheduler:
         for sequence in sorted(prefills, key=lambda s: s.num_remaining <= cap):  # long ones first, else by rank
             grant(sequence)
         blocked: Sequence | None = None
-        num_blocked = self.num_awaiting = 0
+        num_passed_by = self.num_awaiting = 0
         position = 0
         computing = self._prefixes.computing(self.running)
-        while left and position < len(self.waiting) and num_blocked < SCAN_LIMIT:
+        while left and num_short < self._saturation and position < len(self.waiting) and num_passed_by < SCAN_LIMIT:
             if self._slots_used() >= self.max_running:
                 break
             sequence = self.waiting[position]
             is_awaiting = self._prefixes.is_awaiting(sequence, computing)
-            may_enter = not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now))
-            if may_enter and self._admit(position, copies):
-                grant(sequence)
-                computing.append(sequence)
-                if blocked is not None:
-                    blocked.request.num_passed += 1
-                continue
+            if not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now)):
+                match = self._prefixes.match(sequence, "partial")
+                if num_long >= self._saturation and sequence.num_tokens - match.num_tokens > cap:
+                    num_passed_by += 1
+                    position += 1
+                    continue
+                if self._admit(position, match, copies):
+                    grant(sequence)
+                    computing.append(sequence)
+                    if blocked is not None:
+                        blocked.request.num_passed += 1
+                    continue
             if blocked is None:
                 blocked = sequence
                 if sequence.request.blocked_since is None:
                     sequence.request.blocked_since = now
             self.num_awaiting += is_awaiting
-            num_blocked += 1
+            num_passed_by += 1
             position += 1
         for sequence, chunk in chunks.items():
             extra = min(sequence.num_remaining - chunk, left)
@@ -243,10 +254,9 @@ class Scheduler:
         # A prompt with one token to compute (all others cached) is a decode in all but name.
         return [Grant(sequence, chunk) for sequence, chunk in chunks.items()]
 
-    def _admit(self, position: int, copies: list[tuple[int, int]]) -> bool:
-        """Give the waiting sequence at `position` all blocks it needs and let it run, or change nothing."""
+    def _admit(self, position: int, match: Match, copies: list[tuple[int, int]]) -> bool:
+        """Give the waiting sequence at `position`, whose cached blocks are `match`, all it needs and let it run, or change nothing."""
         sequence = self.waiting[position]
-        match = self._prefixes.match(sequence, "partial")
         if match.partial is not None and not self._has_room(sequence, match):
             match = match.whole_blocks()  # a partial hit holds a block more until it has been copied
         if not self._has_room(sequence, match):

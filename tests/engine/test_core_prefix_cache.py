@@ -61,8 +61,9 @@ def test_a_refused_admission_leaves_hits_evictable_and_counts_unchanged() -> Non
     assert (before.used, before.cached + before.free) == (3, 5)
     refused = driver.add(prompt_of(24), max_tokens=1)
     scheduler = driver.core._scheduler
+    match = scheduler._prefixes.match(scheduler.waiting[0], "partial")
     for _ in range(100):
-        assert not scheduler._admit(0, [])
+        assert not scheduler._admit(0, match, [])
         assert driver.core.stats().pool == before
         driver.core.check()
     driver.core.abort(refused)

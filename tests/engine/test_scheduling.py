@@ -161,6 +161,29 @@ def test_prompts_that_come_together_share_a_large_step_and_its_first_tokens() ->
         assert driver.output(key) == continuation(prompt_of(12, start=index), 2)
 
 
+def test_a_step_whose_prompts_keep_the_processor_busy_takes_no_further_one() -> None:
+    """Two of twelve tokens do, so the first two have their first tokens when a third of the work is done."""
+    driver = CoreDriver(num_blocks=400, token_budget=16, prefill_budget=64, saturating_tokens=20)
+    keys = [driver.add(prompt_of(12, start=i), max_tokens=2) for i in range(6)]
+    driver.step()
+    assert [driver.first_token_step.get(key) for key in keys] == [1, 1, *[None] * 4]
+    driver.run()
+    assert max(driver.first_token_step.values()) == 5  # beside streams as many as the budget says
+    for index, key in enumerate(keys):
+        assert driver.output(key) == continuation(prompt_of(12, start=index), 2)
+
+
+def test_long_prompts_come_one_after_the_other_and_short_ones_beside_them() -> None:
+    driver = CoreDriver(num_blocks=400, token_budget=64, prefill_budget=64, saturating_tokens=16)
+    long = [driver.add(prompt_of(100, start=i), max_tokens=1) for i in range(2)]
+    short = [driver.add(prompt_of(10, start=5 + i), max_tokens=1) for i in range(3)]
+    sizes = []
+    while (batch := driver.step()) is not None:
+        sizes.append([len(entry.token_ids) for entry in batch.entries])
+    assert sizes == [[44, 10, 10], [54, 10], [2, 62], [38]]
+    assert [driver.first_token_step[key] for key in (*short, *long)] == [1, 1, 2, 3, 4]
+
+
 def test_a_cap_that_nobody_else_can_use_costs_nothing() -> None:
     """SCH-03: what waits without room for blocks does not slow a long prompt down."""
     driver = CoreDriver(num_blocks=41, block_size=4, token_budget=16)
