@@ -43,8 +43,11 @@ class NgramIndex:
         if len(self._recent) >= GENERATION_SIZE:
             self._earlier, self._recent = self._recent, {}
 
-    def find(self, tokens: list[int]) -> tuple[int, int] | None:
-        """Return (the position that followed the most recent earlier place of the longest known ending, its length)."""
+    def find(self, tokens: list[int], longest: int) -> tuple[int, int] | None:
+        """Return the position that followed the most recent earlier place of the longest known ending, and how many tokens match there.
+
+        The match may be longer than the n-gram by which it was found, up to `longest` tokens.
+        """
         for length in self._lengths:
             if length >= len(tokens):
                 continue
@@ -53,6 +56,9 @@ class NgramIndex:
             if position is None and self._earlier:
                 position = self._earlier.get(gram)
             if position is not None:
+                most = min(longest, position)
+                while length < most and tokens[position - length - 1] == tokens[-length - 1]:
+                    length += 1
                 return position, length
         return None
 

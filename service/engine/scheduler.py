@@ -318,7 +318,7 @@ class Scheduler:
             if sequence.num_remaining != 1 or sequence.num_slots > 1 or request.lacks_prompt_logprobs:
                 continue
             if sequence.drafter is None:
-                sequence.drafter = speculation.new_drafter()
+                sequence.drafter = speculation.new_drafter(len(request.prompt_token_ids))
             # The last token of a choice is never computed.
             room = min(left, request.max_total - sequence.num_tokens - 1)
             drafts = speculation.propose(sequence.drafter, sequence.tokens, room, price)

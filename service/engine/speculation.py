@@ -3,11 +3,12 @@
 A step computes many tokens for little more than the price of one until the processor, and no longer the memory, is what it waits for. So a
 draft is worth computing while it is likelier to be confirmed than what it adds to the time of the step, measured in tokens:
 
-    rate^j ≥ b · S / (a + b · N)      a + b · N: the time of a step of N tokens, fitted to the steps seen
-                                      S: tokens that the step brings without drafts;  rate: confirmed drafts among those that were judged
+    r(k) · r(k+1) · … · r(k+j-1) ≥ b · S / (a + b · N)      a + b · N: the time of a step of N tokens, fitted to the steps seen
+                                                            S: tokens that the step brings without drafts
 
-for the j-th draft of a sequence. Alone, nearly any guess is (b is small beside a); in a large batch only a sure one. One rule thus switches
-speculation off by acceptance and by batch size.
+for the j-th draft of a sequence whose last k tokens match; r(k): the share of drafts behind so long a match that were right, of those judged.
+Alone, nearly any guess is worth it (b is small beside a); in a large batch only a sure one. One rule thus switches speculation off by
+acceptance and by batch size. A match with the answer itself says far more than one with the prompt, so the two have rates of their own.
 
 Drafts continue known tokens, so a step with drafts cannot be made while the one before it is computed. Where they bring less than that
 would save, steps are made ahead, and now and then one is not, to see whether the text has begun to repeat itself.
@@ -18,14 +19,16 @@ Invariant: what is proposed never changes an answer, only how many steps it take
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf, log
+from math import inf
 
 from service.config import SchedulerConfig
 from service.engine.ngram import NgramIndex, continued
 
-# Drafts that count in a rate: the memory of a running average.
-RATE_WINDOW = 8
-SHARED_WINDOW = 64  # of the rates that new sequences begin with
+MAX_MATCH = 8  # tokens; longer matches count as so long
+SHARED_WINDOW = 64  # drafts that count in the rates of all sequences: the memory of a running average
+OWN_WINDOW = 32  # drafts that count in a sequence's own rates
+OWN_WEIGHT = 4.0
+FIRST_DOUBTS = (0.8, 0.6)  # of a match of one token with the prompt, with the answer; about what prose shows
 # Tokens without drafts until an n-gram is tried again, with one, although its rate says that it is not worth it: at least so many, and as many
 # as make these tries cost so small a part of the time. One that was right is followed by another at once.
 RETRY_AFTER = 32
@@ -86,75 +89,95 @@ class StepTime:
 
 
 class Rates:
-    """How often drafts behind an n-gram of each length were confirmed, as running averages."""
+    """How often a draft was right, as running averages over all sequences, by its *kind*: what it continues, see `kind_of`."""
 
-    __slots__ = ("_of_length", "_window")
+    __slots__ = ("_rates",)
 
-    def __init__(self, of_length: list[float], window: int) -> None:
-        self._of_length = of_length
-        self._window = window
+    def __init__(self) -> None:
+        """Begin hopefully, the more so the longer the match and where it lies in the answer."""
+        lengths = range(MAX_MATCH + 1)
+        self._rates = [1.0 - doubt**length for doubt in FIRST_DOUBTS for length in lengths]
 
-    @classmethod
-    def at_first(cls, max_ngram: int) -> Rates:
-        """Begin hopefully, the more so the longer the n-gram."""
-        return cls([1.0 - 0.5**length for length in range(max_ngram + 1)], SHARED_WINDOW)
+    def of(self, kind: int) -> float:
+        """Return the rate of a kind."""
+        return self._rates[kind]
 
-    def copy(self, window: int) -> Rates:
-        """Return rates that begin with these and go their own way."""
-        return Rates(self._of_length.copy(), window)
+    def learn(self, kind: int, is_right: bool) -> None:
+        """Take in the fate of a draft."""
+        self._rates[kind] += (is_right - self._rates[kind]) / SHARED_WINDOW
 
-    def of(self, length: int) -> float:
-        """Return the rate of drafts behind an n-gram of `length`."""
-        return self._of_length[length]
 
-    @property
-    def best(self) -> float:
-        """The highest rate of any length."""
-        return max(self._of_length)
-
-    def learn(self, length: int, num_drafts: int, num_confirmed: int) -> None:
-        """Take in the fate of drafts: those behind the first wrong one were never judged."""
-        num_judged = min(num_confirmed + 1, num_drafts)
-        weight = min(1.0, num_judged / self._window)
-        self._of_length[length] += weight * (num_confirmed / num_judged - self._of_length[length])
+def kind_of(length: int, is_in_answer: bool) -> int:
+    """Number what a draft continues: a match of `length` tokens or of MAX_MATCH and more, with the prompt or with the answer itself."""
+    return min(length, MAX_MATCH) + is_in_answer * (MAX_MATCH + 1)
 
 
 class Drafter:
-    """What is known of one sequence: its n-grams, and how far they can be trusted."""
+    """What is known of one sequence: its n-grams, and how far they can be trusted.
 
-    __slots__ = ("_index", "_ngram", "_rates", "_tried_at", "gain")
+    A rate is that of all sequences until this one has shown its own: OWN_WEIGHT drafts of its own weigh as much as those of all.
+    """
 
-    def __init__(self, min_ngram: int, max_ngram: int, rates: Rates, gain: float) -> None:
-        self._index = NgramIndex(min_ngram, max_ngram)
-        self._rates = rates
+    __slots__ = (
+        "_index",
+        "_is_in_answer",
+        "_judged",
+        "_length",
+        "_num_prompt_tokens",
+        "_right",
+        "_shared",
+        "_tried_at",
+        "gain",
+    )
+
+    def __init__(self, index: NgramIndex, num_prompt_tokens: int, shared: Rates, gain: float) -> None:
+        self._index = index
+        self._num_prompt_tokens = num_prompt_tokens
+        self._shared = shared
+        self._judged = [0.0] * (2 * (MAX_MATCH + 1))  # drafts of each kind, fading
+        self._right = self._judged.copy()  # those of them that were right
         self.gain = gain  # confirmed drafts a step, a running average
-        self._ngram = 0  # length of the one behind the drafts under way
+        self._length, self._is_in_answer = 0, False  # of the match behind the drafts under way
         self._tried_at: float = 0  # tokens there were when drafts were last proposed; -inf once all of them were right
 
     def propose(self, tokens: list[int], most: int, price: float) -> tuple[int, ...]:
         """Guess at most `most` next tokens, each at least as likely to be right as `price` says."""
         self.gain -= self.gain / GAIN_WINDOW
-        may_retry = len(tokens) - self._tried_at >= max(RETRY_AFTER, price / RETRY_SHARE)
-        if not may_retry and self._rates.best < price:
-            return ()  # whatever is found is not worth trying
         self._index.read(tokens)
-        place = self._index.find(tokens)
+        place = self._index.find(tokens, MAX_MATCH)
         if place is None:
             return ()
-        position, self._ngram = place
-        count = min(most, worth(self._rates.of(self._ngram), price, most) or int(may_retry))
+        position, self._length = place
+        self._is_in_answer = position > self._num_prompt_tokens
+        count = self._worth(price, most)
+        if not count and len(tokens) - self._tried_at >= max(RETRY_AFTER, price / RETRY_SHARE):
+            count = 1
         if not count:
             return ()
         self._tried_at = len(tokens)
         return continued(tokens, position, count)
 
-    def learn(self, num_drafts: int, num_confirmed: int) -> int:
-        """Take in the fate of the drafts proposed last; returns the length of the n-gram behind them."""
-        self._rates.learn(self._ngram, num_drafts, num_confirmed)
+    def _worth(self, price: float, most: int) -> int:
+        """Return how many drafts are each, with all before it, at least as likely to be right as `price` says."""
+        likelihood = 1.0
+        for count in range(most):
+            kind = kind_of(self._length + count, self._is_in_answer)
+            known = OWN_WEIGHT * self._shared.of(kind) + self._right[kind]
+            likelihood *= known / (OWN_WEIGHT + self._judged[kind])
+            if likelihood < price:
+                return count
+        return most
+
+    def learn(self, num_drafts: int, num_confirmed: int) -> None:
+        """Take in the fate of the drafts proposed last: those behind the first wrong one were never judged."""
+        for place in range(min(num_confirmed + 1, num_drafts)):
+            kind, is_right = kind_of(self._length + place, self._is_in_answer), place < num_confirmed
+            self._shared.learn(kind, is_right)
+            self._judged[kind] += 1.0 - self._judged[kind] / OWN_WINDOW
+            self._right[kind] += is_right - self._right[kind] / OWN_WINDOW
         if num_confirmed == num_drafts:
             self._tried_at = -inf
         self.gain += num_confirmed / GAIN_WINDOW
-        return self._ngram
 
 
 class Speculation:
@@ -166,14 +189,15 @@ class Speculation:
         self._max_drafts = config.max_draft_tokens
         self._min_ngram = config.min_ngram
         self._max_ngram = config.max_ngram
-        self._rates = Rates.at_first(config.max_ngram)
+        self._rates = Rates()
         self._step_time = StepTime()
         self._gain = FIRST_GAIN  # of all sequences, which new ones begin with
         self._num_ahead = 0  # steps made ahead since one was not
 
-    def new_drafter(self) -> Drafter:
-        """Return what a sequence that is about to decode needs; it begins with the rates of those before it."""
-        return Drafter(self._min_ngram, self._max_ngram, self._rates.copy(RATE_WINDOW), self._gain)
+    def new_drafter(self, num_prompt_tokens: int) -> Drafter:
+        """Return what a sequence that is about to decode needs."""
+        index = NgramIndex(self._min_ngram, self._max_ngram)
+        return Drafter(index, num_prompt_tokens, self._rates, self._gain)
 
     def should_wait(self, num_sequences: int, drafters: Sequence[Drafter | None]) -> bool:
         """Say whether the next step should not be made ahead, for the sake of drafts. `drafters` of the sequences that decode; None: new.
@@ -213,19 +237,9 @@ class Speculation:
         """Take in how many of the drafts of a step were right."""
         self.num_drafted += num_drafts
         self.num_accepted += num_accepted
-        ngram = drafter.learn(num_drafts, num_accepted)
-        self._rates.learn(ngram, num_drafts, num_accepted)
+        drafter.learn(num_drafts, num_accepted)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
         """Take in the time of a step all of whose tokens were sampled from."""
         if num_tokens <= FITTED_TOKENS:
             self._step_time.observe(num_tokens, seconds)
-
-
-def worth(rate: float, price: float, most: int) -> int:
-    """Return the largest j ≤ `most` with rate^j ≥ price."""
-    if rate < price or price >= 1.0:
-        return 0
-    if rate >= 1.0 or price <= 0.0:
-        return most
-    return min(most, int(log(price) / log(rate) + 1e-9)) if rate > 0.0 else 0

@@ -10,12 +10,13 @@ from service.engine import ngram
 from service.engine.ngram import NgramIndex, continued
 
 
-def searched(tokens: list[int], min_ngram: int, max_ngram: int) -> tuple[int, int] | None:
+def searched(tokens: list[int], min_ngram: int, max_ngram: int, longest: int) -> tuple[int, int] | None:
     """What `find` promises, by looking everywhere."""
     for length in range(max_ngram, min_ngram - 1, -1):
         for position in range(len(tokens) - 1, length - 1, -1):
             if tokens[position - length : position] == tokens[-length:]:
-                return position, length
+                matching = [n for n in range(1, position + 1) if tokens[position - n : position] == tokens[-n:]]
+                return position, max(length, min(longest, max(matching)))
     return None
 
 
@@ -23,15 +24,16 @@ def searched(tokens: list[int], min_ngram: int, max_ngram: int) -> tuple[int, in
     pieces=st.lists(st.lists(st.integers(0, 3), max_size=9), max_size=12),
     min_ngram=st.integers(1, 3),
     more=st.integers(0, 2),
+    longest=st.integers(1, 9),
 )
 def test_the_most_recent_place_of_the_longest_ending_is_found(
-    pieces: list[list[int]], min_ngram: int, more: int
+    pieces: list[list[int]], min_ngram: int, more: int, longest: int
 ) -> None:
     index, tokens = NgramIndex(min_ngram, min_ngram + more), []
     for piece in pieces:
         tokens += piece
         index.read(tokens)
-        assert index.find(tokens) == searched(tokens, min_ngram, min_ngram + more)
+        assert index.find(tokens, longest) == searched(tokens, min_ngram, min_ngram + more, longest)
 
 
 def test_a_long_past_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,13 +41,13 @@ def test_a_long_past_is_read_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> 
     tokens = [*range(100, 130), 100, 101]
     index = NgramIndex(2, 2)
     index.read(tokens[:-1])
-    assert index.find(tokens) == (2, 2)
+    assert index.find(tokens, 2) == (2, 2)
     index.read(tokens)
-    assert index.find([*tokens, 115, 116]) == (17, 2)
-    assert index.find([*tokens, 127, 128]) is None
+    assert index.find([*tokens, 115, 116], 2) == (17, 2)
+    assert index.find([*tokens, 127, 128], 2) is None
     index.read(tokens)
     index.read(tokens)
-    assert index.find([*tokens, 127, 128]) == (29, 2)
+    assert index.find([*tokens, 127, 128], 2) == (29, 2)
 
 
 def test_memory_is_bounded_and_the_recent_past_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,8 +57,8 @@ def test_memory_is_bounded_and_the_recent_past_is_kept(monkeypatch: pytest.Monke
         tokens.append(token)
         index.read(tokens)
         assert len(index._recent) + len(index._earlier) <= 2 * (50 + 3)
-    assert index.find([*tokens, 490]) == (491, 1)
-    assert index.find([*tokens, 3]) is None
+    assert index.find([*tokens, 490], 2) == (491, 1)
+    assert index.find([*tokens, 3], 2) is None
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, StepBatch, StepOutput
 from service.engine.core import BadStepOutput
 from service.engine.request import ChoiceAdvanced, CoreEvent, choice_seed
-from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Rates, Speculation, StepTime, worth
+from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Drafter, Speculation, StepTime
 from service.errors import NonFiniteLogits
 from tests.engine.driver import SEED, CoreDriver
 from tests.engine.test_core_properties import Arrival, Scenario, arrivals
@@ -333,14 +333,10 @@ async def test_streams_carry_several_tokens_of_a_step_in_order() -> None:
 
 
 def test_wrong_drafts_switch_a_sequence_off_and_now_and_then_it_is_tried_again() -> None:
-    rates = Rates.at_first(3).copy(8)
-    for _ in range(40):
-        rates.learn(1, 4, 0)
-    assert rates.of(1) < 0.02
     driver = driver_of(
         choose=lambda context, seed: 5 + choose_by_hash(context, seed) % 100, max_ngram=1, num_blocks=257
     )
-    driver.add(range(5, 105), max_tokens=600)
+    driver.add(range(5, 105), max_tokens=880)
     drafted = [0]
     while (batch := driver.step()) is not None:
         drafted.append(drafted[-1] + sum(drafts_of(batch)))
@@ -353,7 +349,7 @@ def test_tries_of_what_does_not_pay_are_as_rare_as_they_are_dear_and_follow_each
     price: float, pause: int
 ) -> None:
     speculation = Speculation(SchedulerConfig(speculation="ngram", max_ngram=1))
-    drafter = speculation.new_drafter()
+    drafter = speculation.new_drafter(20)
     tokens = [7] * 20
     while drafts := speculation.propose(drafter, tokens, 100, price):
         speculation.learn(drafter, len(drafts), 0)
@@ -376,15 +372,14 @@ def test_a_large_batch_drafts_only_what_is_sure() -> None:
     alone, crowd = speculation.price(1), speculation.price(64)  # whatever prompts are computed in the same step
     assert alone == pytest.approx(0.0005 / 0.0105, rel=0.05)
     assert crowd == pytest.approx(64 * 0.0005 / 0.042, rel=0.05)
-    tokens, counts = [*CYCLE * 2], {}
-    for name, price in (("alone", alone), ("crowd", crowd)):
-        counts[name] = len(speculation.propose(speculation.new_drafter(), tokens, 100, price))
-    assert counts == {"alone": 8, "crowd": 2}
+    tokens = [1, 2, 3, 9, 1, 2, 3]
+    assert num_drafts_of(speculation, tokens, 0, alone) == 8
+    assert num_drafts_of(speculation, tokens, 0, crowd) == 1
 
 
 def test_steps_wait_for_tokens_to_draft_from_only_while_drafts_bring_something() -> None:
     speculation = Speculation(SchedulerConfig(speculation="ngram"))
-    hopeful, hopeless = speculation.new_drafter(), speculation.new_drafter()
+    hopeful, hopeless = speculation.new_drafter(10), speculation.new_drafter(10)
     hopeless.gain = 0.01
     assert speculation.should_wait(2, [hopeful, hopeless])
     assert speculation.should_wait(2, [None])
@@ -409,14 +404,38 @@ def test_a_text_that_begins_to_repeat_itself_late_is_noticed() -> None:
     assert num_steps < 140 + 300 / 9 + 3 * STEPS_AHEAD  # the text before it, the rounds, and until they are noticed
 
 
-@pytest.mark.parametrize(
-    ("rate", "price", "expected"),
-    [(0.5, 0.25, 2), (0.5, 0.2, 2), (0.5, 0.6, 0), (1.0, 0.9, 8), (1.0, 1.0, 0), (0.0, 0.1, 0), (0.9, 0.0, 8)],
-)
-def test_drafts_are_worth_computing_while_they_are_likelier_than_their_price(
-    rate: float, price: float, expected: int
-) -> None:
-    assert worth(rate, price, 8) == expected
+def num_drafts_of(speculation: Speculation, tokens: Sequence[int], num_prompt_tokens: int, price: float = 0.5) -> int:
+    """Return how many drafts a sequence gets that nothing is known of but its tokens."""
+    return len(speculation.propose(speculation.new_drafter(num_prompt_tokens), [*tokens], 100, price))
+
+
+def test_longer_matches_are_trusted_further_and_those_with_the_answer_more_than_those_with_the_prompt() -> None:
+    speculation = Speculation(SchedulerConfig(speculation="ngram"))
+    one, three, many = [1, 2, 3, 9, 1], [1, 2, 3, 9, 1, 2, 3], [*CYCLE * 3]
+    for price, in_answer, in_prompt in ((0.3, (1, 8, 8), (0, 1, 6)), (0.7, (0, 1, 8), (0, 0, 1))):
+        assert tuple(num_drafts_of(speculation, tokens, 0, price) for tokens in (one, three, many)) == in_answer
+        assert tuple(num_drafts_of(speculation, tokens, 99, price) for tokens in (one, three, many)) == in_prompt
+
+
+def test_a_sequence_begins_with_what_others_have_seen_and_soon_knows_better() -> None:
+    """At this price a draft behind one known token is worth it while more than half of them are right."""
+    speculation = Speculation(SchedulerConfig(speculation="ngram", max_ngram=1))
+    tokens = [1, 2, 3, 9, 1]
+    other, ours = speculation.new_drafter(0), speculation.new_drafter(0)
+
+    def show(drafter: Drafter, is_right: bool, times: int) -> None:
+        for _ in range(times):
+            drafter.propose(tokens, 1, 0.0)
+            speculation.learn(drafter, 1, int(is_right))
+
+    show(other, False, 200)
+    assert not speculation.propose(ours, tokens, 1, 0.5)
+    show(ours, True, 8)
+    assert speculation.propose(ours, tokens, 1, 0.5) == (2,)
+    show(other, True, 400)
+    assert num_drafts_of(speculation, tokens, 0) >= 1
+    show(ours, False, 40)
+    assert not speculation.propose(ours, tokens, 1, 0.5)
 
 
 def test_the_line_of_step_times_is_found_and_an_outlier_does_not_move_it_far() -> None:
