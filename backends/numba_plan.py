@@ -31,6 +31,9 @@ TILE_ROWS = 144
 SHARED_ROWS = 48
 # Decodes are cut into parts until each thread has so many tiles of about the same size.
 TILES_PER_THREAD = 4
+# From so many tiles a thread on, and with at most so many queries in each, whoever takes a tile takes it for all kv heads in turn: what
+# processors fetch behind the end of a head's keys is then the beginning of the next one's (ops/bench/README.md).
+TILES_TOGETHER, QUERIES_TOGETHER = 8, 9
 # From two sequences on, reading a shared part once saves more than writing and folding partial results costs (measured: a tenth).
 MIN_MEMBERS = 2
 
@@ -100,7 +103,8 @@ def make_plan(meta: AttentionMetadata, layers: Sequence[AttentionLayer], num_thr
         tiles[:0] = shared_tiles
         queries = np.concatenate([queries, queries[copies]])
         longest = max(longest, *(tile[1] for tile in shared_tiles))
-    return _assemble(meta, layers, tiles, queries, num_places, longest, num_threads)
+    is_together = not prefixes and longest <= QUERIES_TOGETHER and len(tiles) >= TILES_TOGETHER * num_threads
+    return _assemble(meta, layers, tiles, queries, num_places, longest, is_together, num_threads)
 
 
 def _shared_prefixes(
@@ -161,6 +165,7 @@ def _assemble(
     queries: npt.NDArray[np.int64],
     num_places: int,
     longest: int,
+    is_together: bool,
     num_threads: int,
 ) -> NumbaPlan:
     """Put the arrays where kernels find them."""
@@ -174,6 +179,7 @@ def _assemble(
         (
             meta.slot_mapping.data_ptr(), meta.block_tables.data_ptr(), tile_array.ctypes.data, len(tiles),
             queries.ctypes.data, part_sums.data_ptr(), part_states.data_ptr(), parts_done.ctypes.data, T, longest,
+            is_together,
         ),
         dtype=np.int64,
     )  # fmt: skip

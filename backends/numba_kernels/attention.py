@@ -28,6 +28,7 @@ from numba import njit
 from backends.numba_kernels.compiling import source_key
 from backends.numba_kernels.key_vectors import FEW_ROWS, add_few, score_few
 from backends.numba_kernels.parts import (
+    IS_TOGETHER,
     MAX_QUERIES,
     NUM_TILES,
     PART_KEYS,
@@ -52,6 +53,7 @@ from backends.numba_kernels.softmax import ROW_KEYS, STATE_BYTES, begin_row, end
 from backends.numba_kernels.threads import Kernel
 from backends.numba_kernels.vectors import (
     MAX_ROWS,
+    RUN_BYTES,
     copy_bytes,
     keep,
     multiply_tile,
@@ -65,12 +67,14 @@ from backends.numba_kernels.vectors import (
     transpose_words,
     write_float,
     write_int64,
+    write_run,
 )
 
 KEYS = ROW_KEYS  # of one pass
 DIRECT_ROWS = 3 * FEW_ROWS
-# The *places* of a pass say where its keys lie: KEYS int64 addresses of keys, then of their scales.
-SCALES_AT, PLACES_BYTES = KEYS * 8, KEYS * 16
+# The *places* of a pass say where its keys lie: KEYS int64 addresses of keys, then of their scales, and room behind either that `write_run` may use.
+SCALES_AT = KEYS * 8 + RUN_BYTES
+PLACES_BYTES = 2 * SCALES_AT
 
 
 @njit(nogil=True, error_model="numpy")
@@ -164,7 +168,8 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         for t in range(KEYS):
             write_int64(wide_places + t * 8, wide_keys + t * D * size)
 
-    item, located = take_next(arguments), np.int64(-1)  # the second: whose first pass `far` is of
+    together = Hkv if read_int64(header + IS_TOGETHER) else np.int64(1)
+    item, located = take_next(arguments) * together, np.int64(-1)  # the second: whose first pass `far` is of
     while item < num_items:
         later = np.int64(-1)  # the next item, taken during the last pass of this one: its keys are asked for meanwhile
         head = item % Hkv
@@ -198,7 +203,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             near, far = far, near
             next_start = start + KEYS
             if next_start >= highest:
-                later = take_next(arguments)
+                later = _item_after(arguments, item, together)
                 located = later
                 next_start = -1
             _locate(
@@ -289,8 +294,16 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
             for i in range(count):
                 own = query + i * (QUERY_FIELDS * 8)
                 merge_if_last(tag, header, own, head, Hkv, G, D, out, out_row, out_head, lse, lse_row)
-        item = later if later >= 0 else take_next(arguments)
+        item = later if later >= 0 else _item_after(arguments, item, together)
     keep(area)
+
+
+@njit(nogil=True, error_model="numpy")
+def _item_after(arguments: int, item: int, together: int) -> int:
+    """Return the next of the `together` items that were taken at once, or the first of as many more."""
+    if (item + 1) % together:
+        return item + 1
+    return take_next(arguments) * together
 
 
 @njit(nogil=True, error_model="numpy")
@@ -344,19 +357,35 @@ def _locate(
         start = lowest // KEYS * KEYS
     table = read_int64(header + TABLES) + read_int64(tile + TILE_TABLE)
     cache, scales = cache + item % Hkv * head_stride, scales + item % Hkv * scale_head_stride
-    key = max(start, lowest)
-    # Blocks are walked, because a 64-bit division for each key costs as much as the key's products.
+    key, end = max(start, lowest), min(start + KEYS, highest)
+    # Blocks are walked, because a 64-bit division for each key costs as much as the key's products; a block's keys are written at once.
     index, slot = key // B, key % B
     block = np.int64(read_int32(table + index * 4))
-    for t in range(KEYS):
-        if t > 0 and lowest < start + t < highest:
-            slot += 1
-            if slot == B:
-                index, slot = index + 1, 0
-                block = np.int64(read_int32(table + index * 4))
-        write_int64(places + t * 8, cache + block * block_stride + slot * slot_stride)
-        if is_quantised(kind):
-            write_int64(places + SCALES_AT + t * 8, scales + block * scale_block_stride + slot * 4)
+    place, scale_at = cache + block * block_stride + slot * slot_stride, scales + block * scale_block_stride + slot * 4
+    _write_places(kind, places, place, 0, scale_at, 0, key - start)
+    while True:
+        count = min(B - slot, end - key)
+        _write_places(kind, places + (key - start) * 8, place, slot_stride, scale_at, 4, count)
+        key += count
+        if key == end:
+            break
+        index, slot = index + 1, 0
+        block = np.int64(read_int32(table + index * 4))
+        place, scale_at = cache + block * block_stride, scales + block * scale_block_stride
+    last = count - 1
+    _write_places(
+        kind, places + (end - start) * 8, place + last * slot_stride, 0, scale_at + last * 4, 0, start + KEYS - end
+    )
+
+
+@njit(nogil=True, error_model="numpy")
+def _write_places(
+    kind: Any, places: int, place: int, stride: int, scale_at: int, scale_stride: int, count: int
+) -> None:
+    """Write the places of `count` keys, `stride` bytes apart, and of their scales."""
+    write_run(places, place, stride, count)
+    if is_quantised(kind):
+        write_run(places + SCALES_AT, scale_at, scale_stride, count)
 
 
 @lru_cache(maxsize=6)

@@ -53,10 +53,10 @@ from backends.numba_kernels.vectors import (
 )
 
 PART_KEYS = 256
-HEADER_FIELDS = 10
+HEADER_FIELDS = 11
 # Byte offsets of the header's fields.
-SLOTS, TABLES, TILES, NUM_TILES, QUERIES, PART_SUMS, PART_STATES, PARTS_DONE, NUM_TOKENS, MAX_QUERIES = range(
-    0, 8 * HEADER_FIELDS, 8
+SLOTS, TABLES, TILES, NUM_TILES, QUERIES, PART_SUMS, PART_STATES, PARTS_DONE, NUM_TOKENS, MAX_QUERIES, IS_TOGETHER = (
+    range(0, 8 * HEADER_FIELDS, 8)
 )
 TILE_FIELDS = 6
 # Byte offsets of a tile's fields. TILE_PART: 0, the tile sees all keys of its queries; else one more than the number of the part it writes.

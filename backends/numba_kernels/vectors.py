@@ -75,9 +75,8 @@ def get_function(b: Builder, name: str, result: Any, arguments: Sequence[Any]) -
 
 def emit_splat(b: Builder, scalar: Value, vector: Any) -> Value:
     lane = b.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(I32, 0))
-    return b.shuffle_vector(
-        lane, ir.Constant(vector, ir.Undefined), ir.Constant(ir.VectorType(I32, LANES), [0] * LANES)
-    )
+    first = ir.Constant(ir.VectorType(I32, vector.count), [0] * vector.count)
+    return b.shuffle_vector(lane, ir.Constant(vector, ir.Undefined), first)
 
 
 def constant(value: float) -> Value:
@@ -486,6 +485,26 @@ def write_int64(typing_context: Any, address: Any, value: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64), generate
+
+
+RUN_BYTES = 64  # that `write_run` writes at once
+
+
+@intrinsic
+def write_run(typing_context: Any, target: Any, first: Any, stride: Any, count: Any) -> Any:
+    """Write the int64 numbers first + stride * i for i < count. What follows them, less than RUN_BYTES, is overwritten with more."""
+    lanes = RUN_BYTES // 8
+    wide = ir.VectorType(I64, lanes)
+
+    def generate(context: Any, b: Builder, signature: Any, arguments: Any) -> Value:
+        target, first, stride, count = arguments
+        steps = b.mul(emit_splat(b, stride, wide), ir.Constant(wide, list(range(lanes))))
+        with cgutils.for_range_slice(b, I64(0), count, I64(lanes), intp=I64) as (i, _):
+            run = b.add(emit_splat(b, b.add(first, b.mul(stride, i)), wide), steps)
+            emit_store(b, run, b.add(target, b.shl(i, I64(3))))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 4), generate
 
 
 @intrinsic
