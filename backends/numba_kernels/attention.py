@@ -168,7 +168,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
         for t in range(KEYS):
             write_int64(wide_places + t * 8, wide_keys + t * D * size)
 
-    together = Hkv if read_int64(header + IS_TOGETHER) else np.int64(1)
+    together: Any = Hkv if read_int64(header + IS_TOGETHER) else np.int64(1)
     item, located = take_next(arguments) * together, np.int64(-1)  # the second: whose first pass `far` is of
     while item < num_items:
         later = np.int64(-1)  # the next item, taken during the last pass of this one: its keys are asked for meanwhile
@@ -299,7 +299,7 @@ def _attend(arguments: int, tag: Any, size: int, kind: Any) -> None:
 
 
 @njit(nogil=True, error_model="numpy")
-def _item_after(arguments: int, item: int, together: int) -> int:
+def _item_after(arguments: int, item: int, together: int) -> Any:
     """Return the next of the `together` items that were taken at once, or the first of as many more."""
     if (item + 1) % together:
         return item + 1
