@@ -80,7 +80,7 @@ REPORTED_PEERS = (
 REPORTED_CASES = (*DEFAULT_CASES, "w2:16", "w3:1", "w4:3@1", "w1:1+busy@1", "w1:16+busy@1")
 REPORTED_ONLY = {
     "transformers-cb": ("w1 c=1", "w1 c=16"),  # takes minutes for each
-    **dict.fromkeys(("looseleaf-plain", "looseleaf-int8-plain", "looseleaf-int4-plain"), DEFAULT_LABELS),
+    **dict.fromkeys(("looseleaf-plain", "looseleaf-int8-plain", "looseleaf-int4-plain"), (*DEFAULT_LABELS, "w2 c=16")),
 }
 
 

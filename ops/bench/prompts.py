@@ -25,17 +25,22 @@ class PromptError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The shape of a run's requests: `prompt_tokens` in all, the first `prefix_tokens` of them the same in every one."""
+    """The shape of a run's requests: `prompt_tokens` in all, the first `prefix_tokens` of them the same in every one.
+
+    Of a closed loop each place sends `waves`, one after the other.
+    """
 
     name: str
     prompt_tokens: int
     max_tokens: int
     prefix_tokens: int = 0
+    waves: int = 2
 
 
 WORKLOADS = {
     "w1": Workload("w1", prompt_tokens=200, max_tokens=128),
-    "w2": Workload("w2", prompt_tokens=544, max_tokens=32, prefix_tokens=512),
+    # With two waves half of the requests would find the prefix, and the median between them and the others would be nobody's.
+    "w2": Workload("w2", prompt_tokens=544, max_tokens=32, prefix_tokens=512, waves=4),
     "w3": Workload("w3", prompt_tokens=1900, max_tokens=32),
 }
 

@@ -76,10 +76,10 @@ async def measure_all(args: argparse.Namespace) -> list[tuple[str, Summary]]:
 
 
 def default_requests(workload: Workload, concurrency: int) -> int:
-    """Return how many requests measure a concurrency: two for each place, three at least."""
+    """Return how many requests measure a concurrency: the workload's waves for each place, three at least."""
     if workload.name == "w3":
         return 3
-    return max(3, 2 * concurrency)
+    return max(3, workload.waves * concurrency)
 
 
 def warm_up(workload: Workload) -> Workload:
