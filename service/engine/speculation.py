@@ -3,8 +3,8 @@
 A step computes many tokens for little more than the price of one until the processor, and no longer the memory, is what it waits for. So a
 draft is worth computing while it is likelier to be confirmed than what it adds to the time of the step, measured in tokens:
 
-    r(k) · r(k+1) · … · r(k+j-1) ≥ b · S / (a + b · N)      a + b · N: the time of a step of N tokens, fitted to the steps seen
-                                                            S: tokens that the step brings without drafts
+    r(k) · r(k+1) · … · r(k+j-1) ≥ MARGIN · b · S / (a + b · S)      a + b · S: the time of a step of S tokens, fitted to the steps seen
+                                                                     S: tokens that the step brings without drafts
 
 for the j-th draft of a sequence whose last k tokens match; r(k): the share of drafts behind so long a match that were right, of those judged.
 Alone, nearly any guess is worth it (b is small beside a); in a large batch only a sure one. One rule thus switches speculation off by
@@ -45,6 +45,9 @@ FIT_MEMORY = 0.97  # weight of the past per step
 # Until steps of different sizes have been seen, one token more is taken to cost this part of a step of one.
 ASSUMED_SLOPE = 1 / 16
 ASSUMED_WEIGHT = 1.0  # tokens² of variance at which the fit counts as much as the assumption
+# What a draft must bring for what it costs. One that brings no more only makes the sequences beside it wait, and the line is too flat for large
+# steps where small ones are among those it was fitted to.
+MARGIN = 1.25
 LEAST_PRICE = 0.02  # whatever the fit says: a draft that is right once in fifty times is not worth its bookkeeping
 OUTLIER = 3.0  # a step longer than so many times the expected time is taken for that long
 
@@ -214,7 +217,8 @@ class Speculation:
         return True
 
     def price(self, num_sequences: int) -> float:
-        """Return what a draft adds to the time of a step, in tokens that steps of so many decodes bring in that time; 1 and more: nothing pays.
+        """Return how likely a draft must be right; 1 and more: nothing pays. It is what one adds to the time of a step, in tokens that steps of so
+        many decodes bring in that time, and a margin.
 
         What a draft that was right saves is a later decode of its sequence. So prompts that are computed beside it make no difference: they take
         their time with drafts and without.
@@ -222,8 +226,8 @@ class Speculation:
         expected_s = self._step_time.expected_s(num_sequences)
         slope = self._step_time.slope
         if expected_s <= 0.0:
-            return ASSUMED_SLOPE * num_sequences / (1.0 + ASSUMED_SLOPE * num_sequences)
-        return max(LEAST_PRICE, slope * num_sequences / expected_s)
+            return MARGIN * ASSUMED_SLOPE * num_sequences / (1.0 + ASSUMED_SLOPE * num_sequences)
+        return max(LEAST_PRICE, MARGIN * slope * num_sequences / expected_s)
 
     def propose(self, drafter: Drafter, tokens: list[int], room: int, price: float) -> tuple[int, ...]:
         """Return at most `room` drafts for the sequence of `tokens`; empty where none are worth their `price`."""

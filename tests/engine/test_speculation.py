@@ -13,7 +13,7 @@ from service.config import SchedulerConfig
 from service.engine.batch import EntryOutput, SampledToken, StepBatch, StepOutput
 from service.engine.core import BadStepOutput
 from service.engine.request import ChoiceAdvanced, CoreEvent, choice_seed
-from service.engine.speculation import RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Drafter, Speculation, StepTime
+from service.engine.speculation import MARGIN, RETRY_AFTER, RETRY_SHARE, STEPS_AHEAD, Drafter, Speculation, StepTime
 from service.errors import NonFiniteLogits
 from tests.engine.driver import SEED, CoreDriver
 from tests.engine.test_core_properties import Arrival, Scenario, arrivals
@@ -370,11 +370,11 @@ def test_a_large_batch_drafts_only_what_is_sure() -> None:
         for num_tokens in (1, 4, 9, 32, 64):
             speculation.observe(num_tokens, 0.010 + 0.0005 * num_tokens)
     alone, crowd = speculation.price(1), speculation.price(64)  # whatever prompts are computed in the same step
-    assert alone == pytest.approx(0.0005 / 0.0105, rel=0.05)
-    assert crowd == pytest.approx(64 * 0.0005 / 0.042, rel=0.05)
-    tokens = [1, 2, 3, 9, 1, 2, 3]
-    assert num_drafts_of(speculation, tokens, 0, alone) == 8
-    assert num_drafts_of(speculation, tokens, 0, crowd) == 1
+    assert alone == pytest.approx(MARGIN * 0.0005 / 0.0105, rel=0.05)
+    assert crowd == pytest.approx(MARGIN * 64 * 0.0005 / 0.042, rel=0.05)
+    likely, sure = [1, 2, 3, 9, 1, 2, 3], [*CYCLE * 3]
+    assert [num_drafts_of(speculation, tokens, 0, alone) for tokens in (likely, sure)] == [8, 8]
+    assert [num_drafts_of(speculation, tokens, 0, crowd) for tokens in (likely, sure)] == [0, 2]
 
 
 def test_steps_wait_for_tokens_to_draft_from_only_while_drafts_bring_something() -> None:
