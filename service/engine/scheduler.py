@@ -202,15 +202,17 @@ class Scheduler:
         cap = max(1, min(int(self._long_share * left), left - (self._long_share < 1.0))) if is_contended else left
         long_left = cap
         num_short = num_long = 0  # tokens of prompts up to `cap`, and of longer ones
+        first_long: Rank | None = None
         chunks: dict[Sequence, int] = {}
 
         def grant(sequence: Sequence) -> None:
-            nonlocal left, long_left, num_short, num_long
+            nonlocal left, long_left, num_short, num_long, first_long
             chunk = min(sequence.num_remaining, left)
             if sequence.num_remaining > cap:
                 chunk = min(chunk, max(1, long_left))
                 long_left -= chunk
                 num_long += chunk
+                first_long = sequence.rank if first_long is None else min(first_long, sequence.rank)
             else:
                 num_short += chunk
             if chunk:
@@ -230,7 +232,8 @@ class Scheduler:
             is_awaiting = self._prefixes.is_awaiting(sequence, computing)
             if not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now)):
                 match = self._prefixes.match(sequence, "partial")
-                if num_long >= self._saturation and sequence.num_tokens - match.num_tokens > cap:
+                is_long = sequence.num_tokens - match.num_tokens > cap
+                if is_long and num_long >= self._saturation and first_long is not None and sequence.rank > first_long:
                     num_passed_by += 1
                     position += 1
                     continue

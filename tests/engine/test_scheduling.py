@@ -184,6 +184,18 @@ def test_long_prompts_come_one_after_the_other_and_short_ones_beside_them() -> N
     assert [driver.first_token_step[key] for key in (*short, *long)] == [1, 1, 2, 3, 4]
 
 
+def test_a_more_urgent_long_prompt_goes_before_one_under_way() -> None:
+    driver = CoreDriver(num_blocks=400, token_budget=64, prefill_budget=64, saturating_tokens=16)
+    first = driver.add(prompt_of(400, start=1), max_tokens=1)
+    driver.step()
+    later = driver.add(prompt_of(200, start=2), max_tokens=1)
+    urgent = driver.add(prompt_of(200, start=3), max_tokens=1, priority=-1)
+    driver.run()
+    order = sorted((first, later, urgent), key=lambda key: driver.first_token_step[key])
+    assert order == [urgent, first, later]
+    assert driver.first_token_step[urgent] <= 2 + 200 // 32
+
+
 def test_a_cap_that_nobody_else_can_use_costs_nothing() -> None:
     """SCH-03: what waits without room for blocks does not slow a long prompt down."""
     driver = CoreDriver(num_blocks=41, block_size=4, token_budget=16)
