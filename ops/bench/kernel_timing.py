@@ -39,6 +39,9 @@ def read_bandwidth(num_bytes: int = 1 << 28) -> float:
     words, singles = numbers.numpy(), numbers.view(torch.float32)
     num_threads = torch.get_num_threads()
     best = best_times({"sum": singles.sum, "combine": lambda: _combine(words, num_threads)}, rounds=9)
+    torch.set_num_threads(
+        num_threads
+    )  # Numba's threads and torch's may be one team, and then each sets the number for both
     return numbers.numel() * 8 / min(best.values())
 
 
