@@ -54,7 +54,7 @@ from backends.numba_kernels.vectors import (
 
 PART_KEYS = 256
 HEADER_FIELDS = 11
-# Byte offsets of the header's fields.
+# Byte offsets of the header's fields. IS_TOGETHER: whether a thread takes a tile for all kv heads in turn, which attention on vectors looks at.
 SLOTS, TABLES, TILES, NUM_TILES, QUERIES, PART_SUMS, PART_STATES, PARTS_DONE, NUM_TOKENS, MAX_QUERIES, IS_TOGETHER = (
     range(0, 8 * HEADER_FIELDS, 8)
 )

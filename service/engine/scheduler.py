@@ -14,7 +14,8 @@ Policy, in the order in which `schedule` applies it. "Before" is by rank: priori
 3. *Prefill.* The rest of the budget goes to prompts. While several wait, those longer than `long_prefill_share` of it share that part,
    first come first served, and the short ones take the other part, so that a short prompt never waits for the whole of a long one.
    What is left over goes to the long ones again: the cap costs nothing. Once either part holds `saturating_tokens`, which keep the
-   processor busy, it takes no further prompt: more at once would not be computed sooner, and the first would wait for the last.
+   processor busy, it takes no further prompt, unless that is a long one and before those under way: more at once would not be computed
+   sooner, and the first would wait for the last.
 4. *Admission* takes the blocks for all tokens a sequence has, in one step with its cache hits, if the pool then still has headroom:
    4^k blocks of growth for it and for each running sequence, where k counts its preemptions (never more than they can use). So each
    preemption makes the next less likely, and after log4(blocks of a sequence) of them it comes back only when all can run to their
@@ -201,17 +202,16 @@ class Scheduler:
         # Under contention a token is always left for another one.
         cap = max(1, min(int(self._long_share * left), left - (self._long_share < 1.0))) if is_contended else left
         long_left = cap
-        num_short = num_long = 0  # tokens of prompts up to `cap`, and of longer ones
-        first_long: Rank | None = None
+        num_short = 0  # tokens of prompts up to `cap`
+        first_long: Rank | None = None  # of the longer ones that have tokens
         chunks: dict[Sequence, int] = {}
 
         def grant(sequence: Sequence) -> None:
-            nonlocal left, long_left, num_short, num_long, first_long
+            nonlocal left, long_left, num_short, first_long
             chunk = min(sequence.num_remaining, left)
             if sequence.num_remaining > cap:
                 chunk = min(chunk, max(1, long_left))
                 long_left -= chunk
-                num_long += chunk
                 first_long = sequence.rank if first_long is None else min(first_long, sequence.rank)
             else:
                 num_short += chunk
@@ -232,8 +232,10 @@ class Scheduler:
             is_awaiting = self._prefixes.is_awaiting(sequence, computing)
             if not is_awaiting and (blocked is None or self._may_pass(sequence, blocked, now)):
                 match = self._prefixes.match(sequence, "partial")
-                is_long = sequence.num_tokens - match.num_tokens > cap
-                if is_long and num_long >= self._saturation and first_long is not None and sequence.rank > first_long:
+                is_behind_long = (
+                    first_long is not None and sequence.rank > first_long and cap - long_left >= self._saturation
+                )
+                if is_behind_long and sequence.num_tokens - match.num_tokens > cap:
                     num_passed_by += 1
                     position += 1
                     continue

@@ -27,7 +27,7 @@ from service.engine.ngram import NgramIndex, continued
 MAX_MATCH = 8  # tokens; longer matches count as so long
 SHARED_WINDOW = 64  # drafts that count in the rates of all sequences: the memory of a running average
 OWN_WINDOW = 32  # drafts that count in a sequence's own rates
-OWN_WEIGHT = 4.0
+OWN_WEIGHT = 4.0  # drafts; see `Drafter`
 FIRST_DOUBTS = (0.8, 0.6)  # of a match of one token with the prompt, with the answer; about what prose shows
 # Tokens without drafts until an n-gram is tried again, with one, although its rate says that it is not worth it: at least so many, and as many
 # as make these tries cost so small a part of the time. One that was right is followed by another at once.
